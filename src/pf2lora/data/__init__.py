@@ -1,0 +1,1 @@
+"""Where rows come from, how they are shared out among clients, and how batches are drawn from them."""
