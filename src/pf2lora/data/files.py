@@ -1,0 +1,266 @@
+"""Reading rows from files: jsonl, json, csv, tsv, parquet. Every record knows where it came from."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import glob
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pf2lora.errors import UserError, missing_extra
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of a file: its values by column, and its place for error messages."""
+
+    values: dict[str, Any]
+    file: str
+    place: str  # "line 7", or "row 7" in files that have no lines
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}, {self.place}"
+
+    def is_missing(self, column: str) -> bool:
+        """Whether nothing stands in the column: absent, null, not-a-number or only blanks."""
+        value = self.values.get(column)
+        if isinstance(value, float):
+            return math.isnan(value)
+        return value is None or (isinstance(value, str) and not value.strip())
+
+    def text(self, column: str) -> str:
+        """The column's text as it stands; an error if there is none."""
+        if self.is_missing(column):
+            raise UserError(f"{self.where}: empty text in column {column!r}")
+        value = self.values[column]
+        if not isinstance(value, str):
+            raise UserError(f"{self.where}: column {column!r} holds {value!r}, not a text")
+        return value
+
+    def name(self, column: str) -> str:
+        """The column's value as a name (of a label, a client, a topic): 1, 1.0 and "1" are the same."""
+        if self.is_missing(column):
+            raise UserError(f"{self.where}: nothing in column {column!r}")
+        value = self.values[column]
+        if not isinstance(value, str | int | float):
+            raise UserError(f"{self.where}: column {column!r} holds {value!r}, not a name or a number")
+        return as_name(value)
+
+
+def as_name(value: str | int | float) -> str:
+    """One spelling for values that different file formats spell differently: 1.0 is "1", True is "true"."""
+    name = str(value).strip()
+    if name in ("True", "False"):
+        return name.lower()
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", name)
+
+
+def natural_order(names: Iterable[str]) -> list[str]:
+    """The distinct names in the order a person expects: client-2 before client-10."""
+
+    def key(name: str) -> tuple[list[tuple[bool, int, str]], str]:
+        parts = re.findall(r"\d+|\D+", name)
+        return [(not p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in parts], name
+
+    return sorted(set(names), key=key)
+
+
+# --- finding files ---------------------------------------------------------------------------------------
+
+
+def expand_paths(patterns: Sequence[str | Path]) -> list[Path]:
+    """Files for paths, globs and folders, each file once: in the order given, a glob's in natural order."""
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_dir():
+            matches = [str(p) for p in path.iterdir() if p.suffix.lower() in READERS]
+            if not matches:
+                raise UserError(f"{path}: no data file in this folder (known kinds: {', '.join(READERS)})")
+        elif path.exists() or not glob.has_magic(str(pattern)):
+            matches = [str(path)]
+        else:
+            matches = glob.glob(str(pattern), recursive=True)
+            if not matches:
+                raise UserError(f"no file matches {str(pattern)!r}")
+        found.update(dict.fromkeys(map(Path, natural_order(matches))))
+    return list(found)
+
+
+# --- reading files ---------------------------------------------------------------------------------------
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """All rows of a file, whose kind its suffix tells."""
+    path = Path(path)
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(f"{path}: unknown kind of file {path.suffix!r} (known: {', '.join(READERS)})")
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    records = list(reader(path))
+    if not records:
+        raise UserError(f"{path}: no rows in this file")
+    return records
+
+
+def read_text(path: Path) -> str:
+    """A file's text, which must be UTF-8 (a byte-order mark is fine)."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}, line {line}: not UTF-8; save the file with that encoding") from None
+
+
+def read_json(path: Path) -> Any:
+    """A whole JSON document."""
+    try:
+        return json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {error.lineno}: broken JSON ({error.msg})") from None
+
+
+def read_tsv(path: Path, header: Sequence[str] | None = None, skip_short: bool = False) -> Iterator[Record]:
+    """Lines cut at tabs; quotes are ordinary characters, as in GLUE's files.
+
+    `header` names the columns of a file that has no header line. `skip_short` passes over lines with too few
+    fields, for the published files that are known to have some.
+    """
+    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
+    start = 0
+    if header is None:
+        header, start = _checked_header(lines[0].split("\t"), path), 1
+    for number, line in enumerate(lines[start:], start + 1):
+        fields = line.split("\t")
+        if line and not (skip_short and len(fields) < len(header)):
+            yield _record(header, fields, path, number)
+
+
+def _read_csv(path: Path) -> Iterator[Record]:
+    csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is shorter than some documents
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    header: list[str] | None = None
+    line = 1  # where the row begins; a quoted field may run over several lines
+    try:
+        for fields in reader:
+            if header is None and fields:
+                header = _checked_header(fields, path)
+            elif fields:
+                yield _record(header or [], fields, path, line)
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{path}, line {line}: broken csv ({error})") from None
+
+
+def _read_jsonl(path: Path) -> Iterator[Record]:
+    # Not splitlines(): JSON strings may hold U+2028 and other characters that it takes for line ends.
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}, line {number}: broken JSON ({error.msg})") from None
+            yield _object(values, path, f"line {number}")
+
+
+def _read_json_list(path: Path) -> Iterator[Record]:
+    rows = read_json(path)
+    if not isinstance(rows, list):
+        raise UserError(f'{path}: not a JSON list of objects like [{{"text": …, "label": …}}, …]')
+    for number, values in enumerate(rows, 1):
+        yield _object(values, path, f"row {number}")
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise missing_extra("pyarrow", "parquet", f"reading {path}") from None
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+    for number, values in enumerate(rows, 1):
+        yield Record(values, str(path), f"row {number}")
+
+
+def _object(values: Any, path: Path, place: str) -> Record:
+    if not isinstance(values, dict):
+        raise UserError(f'{path}, {place}: not an object like {{"text": …, "label": …}}')
+    return Record(values, str(path), place)
+
+
+def _checked_header(names: list[str], path: Path) -> list[str]:
+    names = [name.strip() for name in names]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"{path}, line 1: two columns named {twice[0]!r}")
+    return names
+
+
+def _record(header: Sequence[str], fields: list[str], path: Path, line: int) -> Record:
+    if len(fields) != len(header):
+        raise UserError(f"{path}, line {line}: {len(fields)} fields where there are {len(header)} columns")
+    return Record(dict(zip(header, fields)), str(path), f"line {line}")
+
+
+READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json_list,
+    ".csv": _read_csv,
+    ".tsv": read_tsv,
+    ".parquet": _read_parquet,
+}
+
+
+# --- choosing columns ------------------------------------------------------------------------------------
+
+
+def columns_of(records: Iterable[Record]) -> list[str]:
+    """Every column that occurs, in order of appearance."""
+    return list(dict.fromkeys(name for record in records for name in record.values))
+
+
+def require_column(name: str, columns: Sequence[str], file: str | Path, flag: str | None = None) -> str:
+    """`name` if it is one of `columns`; else an error that lists those there are."""
+    if name in columns:
+        return name
+    near = difflib.get_close_matches(name, columns, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    given = f" (named by {flag})" if flag else ""
+    raise UserError(f"{file}: no column {name!r}{given}{hint} (columns: {', '.join(columns)})")
+
+
+def choose_column(
+    columns: Sequence[str], explicit: str | None, candidates: Sequence[str], file: str | Path, flag: str
+) -> str:
+    """The column that the user named, or else the first candidate that is there (upper or lower case)."""
+    if explicit is not None:
+        return require_column(explicit, columns, file, flag)
+    found = find_column(columns, candidates)
+    if found is None:
+        listed = ", ".join(columns)
+        raise UserError(
+            f"{file}: no column looks like the {flag[2:]}; name it with {flag} (columns: {listed})"
+        )
+    return found
+
+
+def find_column(columns: Sequence[str], candidates: Sequence[str]) -> str | None:
+    """The first of `candidates` that is a column, in whatever case it is written."""
+    by_folded: Mapping[str, str] = {name.casefold(): name for name in reversed(columns)}
+    return next((by_folded[c] for c in candidates if c in by_folded), None)
