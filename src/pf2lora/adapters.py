@@ -1,0 +1,317 @@
+"""The two-level adapter `W_k = W_0 + s·BA + s̃·D_kC_k` with a leading client axis, in any transformers model.
+
+The frozen base model is held once. A batch is M·b examples, client by client; an adapted layer sees its input
+as (M, b·T, n) and multiplies it with the stacked adapters.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from pf2lora.architectures import ARCHITECTURES, HEADS, Architecture, stack_relative_positions
+from pf2lora.errors import UserError
+from pf2lora.layout import Entry, Kind, Layout
+from pf2lora.randomness import generator, keep_mask
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """`client_rank` 0 leaves out D_kC_k. `scaling` and `client_scaling` are s and s̃ (lora_alpha / r).
+
+    `targets` are module names, name endings or patterns (`*.3.*.query`); empty takes the architecture's query
+    and value. `head` is trained with x and averaged ("shared"), trained and never sent ("personal"), or "frozen".
+    """
+
+    rank: int = 8
+    client_rank: int = 2
+    scaling: float = 1.0
+    client_scaling: float = 1.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    head: str = "shared"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError(f"rank is {self.rank}; it must be at least 1")
+        if not 0 <= self.client_rank < self.rank:
+            raise UserError(
+                f"client_rank is {self.client_rank} and rank {self.rank}; the client's adapter is the smaller one: "
+                f"0 <= client_rank < rank"
+            )
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout is {self.dropout}; it must lie in [0, 1)")
+        if self.head not in ("shared", "personal", "frozen"):
+            raise UserError(f"head is {self.head!r}; it must be 'shared', 'personal' or 'frozen'")
+
+
+@dataclass(frozen=True)
+class Part:
+    """An adapted slice of a layer's output. A plain projection is one part; GPT-2's c_attn holds q, k and v."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer plus the stacked adapters that `TwoLevelModel` binds for each pass."""
+
+    def __init__(
+        self, base: nn.Linear | Conv1D, parts: Sequence[Part], spec: AdapterSpec, number: int
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.parts = tuple(parts)
+        self.spec = spec
+        self.number = number  # tells the dropout masks of layers apart
+        self.in_features, self.out_features = sizes(base)
+        self.factors: list[tuple[Tensor, Tensor]] = []  # per part: (M, R, n) and (M, R, m)
+        self.key: Tensor | None = None
+
+    def bind(self, x: dict[str, Tensor], y: dict[str, Tensor], key: Tensor | None) -> None:
+        """Take the adapters of M clients. A, C and B, D side by side cost one pair of small products."""
+        self.key = key
+        self.factors = []
+        for part in self.parts:
+            down, up = x[f"{part.name}.A"], x[f"{part.name}.B"] * self.spec.scaling
+            if f"{part.name}.C" in y:
+                down = torch.cat([down, y[f"{part.name}.C"]], dim=1)
+                up = torch.cat([up, y[f"{part.name}.D"] * self.spec.client_scaling], dim=2)
+            dtype = self.base.weight.dtype
+            self.factors.append((down.to(dtype), up.mT.to(dtype)))
+
+    def unbind(self) -> None:
+        self.factors, self.key = [], None
+
+    def forward(self, u: Tensor) -> Tensor:
+        out = self.base(u)
+        if not self.factors:
+            return out
+        clients = self.factors[0][0].shape[0]
+        if u.shape[0] % clients:
+            raise ValueError(f"a batch of {u.shape[0]} examples cannot be shared out among {clients} clients")
+        grouped = u.reshape(clients, -1, self.in_features)
+        if self.key is not None and self.spec.dropout:
+            mask = keep_mask(self.key, self.number, u.shape, self.spec.dropout)
+            grouped = grouped * mask.view_as(grouped).to(u.dtype) / (1 - self.spec.dropout)
+        return self.add(out.view(clients, -1, self.out_features), grouped).view(out.shape)
+
+    def per_client(self, u: Tensor) -> Tensor:
+        """The layer's output for one input `(1, T, n)` that all clients share: `(M, T, m)`."""
+        out = self.base(u)
+        if not self.factors:
+            return out
+        clients = self.factors[0][0].shape[0]
+        return self.add(out.expand(clients, -1, -1), u.expand(clients, -1, -1))
+
+    def add(self, out: Tensor, u: Tensor) -> Tensor:
+        """`out + (u Aᵀ) Bᵀ` on the adapted parts; `out` is (M, rows, m) and `u` (M, rows, n)."""
+        if len(self.parts) == 1 and self.parts[0].stop - self.parts[0].start == self.out_features:
+            ((down, up),) = self.factors
+            return torch.baddbmm(out, u @ down.mT, up)
+        pieces, at = [], 0
+        for part, (down, up) in zip(self.parts, self.factors):
+            pieces += [
+                out[..., at : part.start],
+                torch.baddbmm(out[..., part.start : part.stop], u @ down.mT, up),
+            ]
+            at = part.stop
+        return torch.cat([*pieces, out[..., at:]], dim=-1)
+
+
+class ClientLinear(nn.Module):
+    """A trainable linear layer of the head: its own weights for every client."""
+
+    def __init__(self, base: nn.Linear, name: str) -> None:
+        super().__init__()
+        self.base, self.name = base, name
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def bind(self, x: dict[str, Tensor]) -> None:
+        self.weight, self.bias = x[f"{self.name}.weight"], x.get(f"{self.name}.bias")
+
+    def unbind(self) -> None:
+        self.weight = self.bias = None
+
+    def forward(self, u: Tensor) -> Tensor:
+        if self.weight is None:
+            return self.base(u)
+        # The head is small and its logits decide: it runs in its own precision, not in the base model's.
+        grouped = u.reshape(self.weight.shape[0], -1, u.shape[-1]).to(self.weight.dtype)
+        out = grouped @ self.weight.mT
+        if self.bias is not None:
+            out = out + self.bias.unsqueeze(1)
+        return out.view(*u.shape[:-1], out.shape[-1])
+
+
+def sizes(layer: nn.Module) -> tuple[int, int]:
+    """The input and output size of a linear layer; GPT-2's Conv1D keeps its weight transposed."""
+    rows, columns = layer.weight.shape  # type: ignore[misc]
+    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
+
+
+class TwoLevelModel:
+    """A frozen transformers model whose target layers take M clients' adapters at once."""
+
+    def __init__(self, model: PreTrainedModel, spec: AdapterSpec) -> None:
+        self.model, self.spec = model, spec
+        self.architecture = ARCHITECTURES.get(model.config.model_type, Architecture(()))
+        model.requires_grad_(False)
+        model.eval()  # the base model's own dropout stays off: its masks would depend on who shares the pass
+        self.adapted = self._inject(find_targets(model, spec.targets, self.architecture))
+        self.heads = self._stack_heads() if spec.head != "frozen" else {}
+        if model.config.model_type == "deberta-v2":
+            stack_relative_positions(model)
+        self.x, self.y = self._layouts()
+
+    def _inject(self, targets: list[str]) -> dict[str, Adapted]:
+        adapted: dict[str, Adapted] = {}
+        for number, name in enumerate(targets):
+            base = self.model.get_submodule(name)
+            assert isinstance(base, (nn.Linear, Conv1D))
+            smallest = min(sizes(base))
+            if self.spec.rank > smallest:
+                raise UserError(
+                    f"rank {self.spec.rank} is above the size of layer {name!r}, which is {smallest}"
+                )
+            layer = Adapted(base, split_parts(name, base, self.architecture), self.spec, number)
+            self.model.set_submodule(name, layer)
+            adapted[name] = layer
+        return adapted
+
+    def _stack_heads(self) -> dict[str, ClientLinear]:
+        roots = [n for n, _ in self.model.named_children() if n in HEADS + self.architecture.extra_head]
+        heads: dict[str, ClientLinear] = {}
+        for root in roots:
+            for name, module in list(self.model.get_submodule(root).named_modules(prefix=root)):
+                if isinstance(module, nn.Linear):
+                    self.model.set_submodule(name, ClientLinear(module, name))
+                    heads[name] = self.model.get_submodule(name)  # type: ignore[assignment]
+                elif next(module.parameters(recurse=False), None) is not None:
+                    raise UserError(
+                        f"the head's module {name!r} is a {type(module).__name__}; only linear layers can be trained "
+                        f"per client: use head = 'frozen'"
+                    )
+        return heads
+
+    def _layouts(self) -> tuple[Layout, Layout]:
+        common, own = [], []
+        for layer in self.adapted.values():
+            for part in layer.parts:
+                m, n = part.stop - part.start, layer.in_features
+                common += factor_entries(part.name, "A", "B", self.spec.rank, m, n)
+                if self.spec.client_rank:
+                    own += factor_entries(part.name, "C", "D", self.spec.client_rank, m, n)
+        adapter = sum(e.size for e in common)
+        for name, head in self.heads.items():
+            common += [
+                Entry(name, "head", tuple(p.shape), which) for which, p in head.base.named_parameters()
+            ]
+        shared = sum(e.size for e in common) if self.spec.head == "shared" else adapter
+        return Layout(tuple(common), shared), Layout(tuple(own), 0)
+
+    def initial(
+        self, seed: int, names: Sequence[str], dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """The first x and y: the same A for every client, each client its own C, as LoRA initialises A; B = D = 0.
+
+        The head starts where the model's own does.
+        """
+        heads = {
+            f"{n}.{which}": p for n, head in self.heads.items() for which, p in head.base.named_parameters()
+        }
+        x = torch.cat([first_values(e, generator(seed, "common", e.name), heads) for e in self.x.entries])
+        y = [
+            torch.cat([first_values(e, generator(seed, "client", name, e.name), {}) for e in self.y.entries])
+            if self.y.entries
+            else torch.zeros(0)
+            for name in names
+        ]
+        return x.to(dtype).expand(len(names), -1).clone(), torch.stack(y).to(dtype)
+
+    def __call__(self, x: Tensor, y: Tensor, *, key: Tensor | None = None, **inputs: Any) -> Any:
+        """The model's output for M clients' examples, client-major, with their adapters."""
+        common, own = self.x.unpack(x), self.y.unpack(y)
+        for layer in self.adapted.values():
+            layer.bind(common, own, key)
+        for head in self.heads.values():
+            head.bind(common)
+        try:
+            return self.model(**inputs)
+        finally:
+            self.unbind()
+
+    def unbind(self) -> None:
+        """Forget the adapters: the model is the frozen base again, and no graph is kept alive."""
+        for layer in self.adapted.values():
+            layer.unbind()
+        for head in self.heads.values():
+            head.unbind()
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The adapted parts, in the order of the model."""
+        return [part.name for layer in self.adapted.values() for part in layer.parts]
+
+
+def factor_entries(name: str, down: Kind, up: Kind, rank: int, m: int, n: int) -> list[Entry]:
+    return [Entry(name, down, (rank, n)), Entry(name, up, (m, rank))]
+
+
+def first_values(entry: Entry, random: torch.Generator, heads: Mapping[str, Tensor]) -> Tensor:
+    """Kaiming-uniform with a = √5 for A and C, as LoRA does: uniform in ±1/√n. Zero for B and D."""
+    if entry.kind == "head":
+        return heads[entry.name].detach().float().cpu().flatten()
+    if entry.kind in ("B", "D"):
+        return torch.zeros(entry.size)
+    bound = 1 / math.sqrt(entry.shape[1])
+    return (torch.rand(entry.size, generator=random) * 2 - 1) * bound
+
+
+def split_parts(name: str, base: nn.Module, architecture: Architecture) -> list[Part]:
+    out = sizes(base)[1]
+    if not (architecture.fused and any(name.endswith(t) for t in architecture.targets)):
+        return [Part(name, 0, out)]
+    width = out // len(architecture.fused)
+    return [
+        Part(f"{name}.{part}", i * width, (i + 1) * width)
+        for i, part in enumerate(architecture.fused)
+        if part in architecture.adapted_parts
+    ]
+
+
+def find_targets(model: nn.Module, wanted: Sequence[str], architecture: Architecture) -> list[str]:
+    """The linear layers that `wanted` names, by name, ending or pattern; the architecture's default without."""
+    head = HEADS + architecture.extra_head
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and name.split(".")[0] not in head
+    ]
+    patterns = list(wanted) or list(architecture.targets)
+    found = [n for n in linear if any(matches(n, p) for p in patterns)]
+    unmatched = [p for p in patterns if not any(matches(n, p) for n in linear)]
+    if unmatched or not found:
+        candidates = sorted({n.split(".")[-1] for n in linear})
+        what = (
+            f"no layer matches the target {unmatched[0]!r}" if unmatched else "no default targets are known"
+        )
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise UserError(
+            f"{what} in this model ({kind}); linear layers to choose from: {', '.join(candidates)}"
+        )
+    return found
+
+
+def matches(name: str, pattern: str) -> bool:
+    return name == pattern or name.endswith(f".{pattern}") or fnmatch.fnmatchcase(name, pattern)

@@ -1,0 +1,126 @@
+"""Batches of several clients at once, drawn by number: which rows are in a client's n-th batch is a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pf2lora.randomness import numpy_generator, stream_seed
+
+
+@dataclass(frozen=True)
+class Batch:
+    """M·b rows, client by client. `key (M,)` is where the dropout masks of this batch come from."""
+
+    clients: int
+    tensors: dict[str, Tensor]
+    key: Tensor | None = None
+
+    def first(self, count: int) -> Batch:
+        """Each client's first `count` rows."""
+        rows = next(iter(self.tensors.values())).shape[0] // self.clients
+        if count >= rows:
+            return self
+        cut = {
+            n: t.unflatten(0, (self.clients, rows))[:, :count].flatten(0, 1) for n, t in self.tensors.items()
+        }
+        return Batch(self.clients, cut, self.key)
+
+
+class BatchSource(Protocol):
+    """Where an engine gets batches. Clients are given by position."""
+
+    names: list[str]
+    sizes: list[int]
+
+    def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
+        """Batch number `numbers[i]` of `clients[i]`, together."""
+        ...
+
+
+@lru_cache(maxsize=4096)
+def epoch_order(seed: int, name: str, epoch: int, rows: int) -> np.ndarray:
+    """A client's rows in the order of one epoch; nobody else's presence changes it."""
+    return numpy_generator(seed, "order", name, epoch).permutation(rows)
+
+
+def batch_rows(seed: int, name: str, rows: int, number: int, size: int) -> np.ndarray:
+    """The rows of a client's batch `number`: epochs are shuffled and run on without a gap."""
+    positions = np.arange(number * size, (number + 1) * size)
+    epochs, within = positions // rows, positions % rows
+    return np.array(
+        [epoch_order(seed, name, int(e), rows)[w] for e, w in zip(epochs, within)], dtype=np.int64
+    )
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokenised rows of several clients, side by side on one device; client k's are `starts[k] : starts[k + 1]`.
+
+    `token_columns` are (N, T) and cut to a batch's longest row, `row_columns` (N, …) are taken whole.
+    """
+
+    token_columns: dict[str, Tensor]
+    row_columns: dict[str, Tensor]
+    lengths: np.ndarray
+    starts: tuple[int, ...]
+    multiple: int = 8  # a batch's length is rounded up to this
+
+    def sizes(self) -> list[int]:
+        return [stop - start for start, stop in zip(self.starts, self.starts[1:])]
+
+    def rows(self, index: np.ndarray) -> dict[str, Tensor]:
+        """The rows at `index`, padded to the longest of them; no synchronisation with the device."""
+        longest = int(self.lengths[index].max())
+        width = next(iter(self.token_columns.values())).shape[1]
+        length = min(width, -(-longest // self.multiple) * self.multiple)
+        device = next(iter(self.token_columns.values())).device
+        at = torch.from_numpy(index).to(device, non_blocking=True)
+        out = {
+            name: column[:, :length].index_select(0, at).long() for name, column in self.token_columns.items()
+        }
+        lengths = torch.from_numpy(self.lengths[index]).to(device, non_blocking=True)
+        out["attention_mask"] = (torch.arange(length, device=device) < lengths.unsqueeze(1)).long()
+        return out | {name: column.index_select(0, at) for name, column in self.row_columns.items()}
+
+    def pooled(self) -> Encoded:
+        """The same rows as one client's."""
+        return Encoded(
+            self.token_columns, self.row_columns, self.lengths, (0, self.starts[-1]), self.multiple
+        )
+
+
+@dataclass(frozen=True)
+class EncodedSource:
+    """Training batches of `size` rows from encoded clients. With `keyed`, batches carry dropout keys."""
+
+    data: Encoded
+    names: list[str]
+    size: int
+    seed: int
+    keyed: bool = False
+
+    @property
+    def sizes(self) -> list[int]:
+        return self.data.sizes()
+
+    def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
+        sizes = self.sizes
+        index = np.concatenate(
+            [
+                self.data.starts[k] + batch_rows(self.seed, self.names[k], sizes[k], number, self.size)
+                for k, number in zip(clients, numbers)
+            ]
+        )
+        tensors = self.data.rows(index)
+        key = None
+        if self.keyed:
+            seeds = [stream_seed(self.seed, "dropout", self.names[k], n) for k, n in zip(clients, numbers)]
+            key = torch.tensor(seeds, device=tensors["attention_mask"].device)
+        return Batch(len(clients), tensors, key)

@@ -1,0 +1,155 @@
+"""All clients in one process, as many in one pass as memory allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pf2lora.data.batches import BatchSource
+from pf2lora.errors import UserError
+from pf2lora.method import Loss, Method, Report, State, over_tensors, put, take
+from pf2lora.randomness import participants
+
+
+class NonFiniteLoss(UserError):
+    """A client's loss stopped being a number."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`rounds` rounds of `steps` local steps (T = rounds · steps), then one average of x.
+
+    `participation` is the seeded fraction of clients per round, `weighting` averages "uniform" or by "size" of the
+    training data, `clients_per_pass` bounds memory and changes no number.
+    """
+
+    rounds: int
+    steps: int = 10
+    participation: float = 1.0
+    weighting: str = "uniform"
+    clients_per_pass: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "steps"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.participation <= 1:
+            raise UserError(
+                f"participation is {self.participation}; it is a fraction of the clients in (0, 1]"
+            )
+        if self.weighting not in ("uniform", "size"):
+            raise UserError(f"weighting is {self.weighting!r}; it must be 'uniform' or 'size'")
+        if self.clients_per_pass is not None and self.clients_per_pass < 1:
+            raise UserError(f"clients_per_pass is {self.clients_per_pass}; it must be at least 1")
+
+
+class Round(NamedTuple):
+    """What a round did. `before` is the state after the local steps, `served` after the average came back."""
+
+    number: int  # from 1
+    took_part: list[int]
+    report: Report  # (steps, K) for the K clients that took part
+    before: State
+    served: State
+    seconds: float
+
+
+def merge_weights(sizes: Sequence[int], weighting: str) -> Tensor:
+    """The server's weights of the clients that took part; they sum to one."""
+    weights = torch.tensor(sizes if weighting == "size" else [1] * len(sizes), dtype=torch.float64)
+    return weights / weights.sum()
+
+
+def local_steps(
+    method: Method,
+    F: Loss,
+    state: State,
+    source: BatchSource,
+    clients: Sequence[int],
+    first_step: Sequence[int],
+    steps: int,
+    on_step: Callable[[int], None] = lambda clients: None,
+) -> tuple[State, Report]:
+    """`steps` local steps of `clients`, whose states are `state`; `first_step` says how many each has done before.
+
+    A site of a federation calls this with one client, the local engine with as many as it trains at once.
+    """
+    reports = []
+    for i in range(steps):
+        batches = [
+            source.draw(clients, [(done + i) * method.draws + d for done in first_step])
+            for d in range(method.draws)
+        ]
+        state, report = method.step(F, state, *batches)
+        reports.append(report)
+        on_step(len(clients))
+    shares = [r.second_order for r in reports if r.second_order is not None]
+    return state, Report(torch.stack([r.loss for r in reports]), torch.stack(shares) if shares else None)
+
+
+def check_finite(losses: Tensor, names: Sequence[str], round_number: int) -> None:
+    """Stop a run whose loss is no number any more; one look at the device per round."""
+    bad = (~torch.isfinite(losses)).nonzero()
+    if len(bad):
+        step, client = (int(i) for i in bad[0])
+        raise NonFiniteLoss(
+            f"the loss of client {names[client]!r} became {losses[step, client].item()} in round {round_number}, "
+            f"local step {step + 1}; a smaller lr or client_lr usually helps"
+        )
+
+
+def train(
+    method: Method,
+    F: Loss,
+    state: State,
+    source: BatchSource,
+    schedule: Schedule,
+    *,
+    device: torch.device | str = "cpu",
+    on_step: Callable[[int], None] = lambda clients: None,
+) -> Iterator[Round]:
+    """The rounds of a run, one by one. This loop exists once."""
+    clients = len(source.names)
+    if clients == 0 or min(source.sizes) == 0:
+        raise UserError("a run needs at least one client, and every client at least one training row")
+    per_pass = schedule.clients_per_pass or clients
+    home = torch.device(device if per_pass >= clients else "cpu")  # waiting clients stay off the device
+    state = over_tensors(lambda t: t.to(home), state)
+    steps_done = [0] * clients
+    for number in range(1, schedule.rounds + 1):
+        started = time.perf_counter()
+        chosen = participants(schedule.seed, number, clients, schedule.participation)
+        reports, sent, before = [], [], state
+        for i in range(0, len(chosen), per_pass):
+            together = chosen[i : i + per_pass]
+            part = over_tensors(lambda t: t.to(device), take(state, together))
+            part, report = local_steps(
+                method,
+                F,
+                part,
+                source,
+                together,
+                [steps_done[k] for k in together],
+                schedule.steps,
+                on_step,
+            )
+            before = put(before, together, part)
+            part, leaves = method.send(part)
+            state = put(state, together, part)
+            reports.append(report)
+            sent.append(leaves.to(home))
+        shares = [r.second_order for r in reports if r.second_order is not None]
+        losses = torch.cat([r.loss for r in reports], dim=1).cpu()
+        report = Report(losses, torch.cat(shares, dim=1).cpu() if shares else None)
+        check_finite(losses, [source.names[k] for k in chosen], number)
+        weights = merge_weights([source.sizes[k] for k in chosen], schedule.weighting)
+        state = method.receive(state, method.merge(torch.cat(sent), weights.to(home)))
+        for k in chosen:
+            steps_done[k] += schedule.steps
+        yield Round(number, chosen, report, before, state, time.perf_counter() - started)

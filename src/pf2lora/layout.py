@@ -1,0 +1,98 @@
+"""Names and shapes of the parameters that lie side by side in one flat vector per client.
+
+All of a client's common parameters are one row of a matrix `x (M, P)`, all of its own adapters one row of
+`y (M, Q)`. The equations of the paper are then plain arithmetic on two matrices, the optimizer is a few
+operations whatever the number of layers, and what is sent is one buffer. A model sees named views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["A", "B", "C", "D", "head"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the flat vector: `module` is the adapted part or the head module it belongs to."""
+
+    module: str
+    kind: Kind
+    shape: tuple[int, ...]
+    parameter: str = ""  # the head's own parameter name ("weight", "bias"); an adapter's is its kind
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.parameter or self.kind}"
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The order of the entries. The first `shared` numbers are what a client may send; the rest stay home."""
+
+    entries: tuple[Entry, ...]
+    shared: int
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        return [entry.size for entry in self.entries]
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        offset, offsets = 0, {}
+        for entry in self.entries:
+            offsets[entry.name] = offset
+            offset += entry.size
+        return offsets
+
+    @cached_property
+    def by_name(self) -> dict[str, Entry]:
+        return {entry.name: entry for entry in self.entries}
+
+    @property
+    def adapter_size(self) -> int:
+        return sum(entry.size for entry in self.entries if entry.kind != "head")
+
+    @property
+    def head_size(self) -> int:
+        return self.size - self.adapter_size
+
+    @property
+    def shared_entries(self) -> tuple[Entry, ...]:
+        return tuple(e for e in self.entries if self.offsets[e.name] < self.shared)
+
+    def unpack(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of the rows of `flat (M, P)`, each `(M, *shape)`, by name.
+
+        One split, whose backward is one concatenation: slicing entry by entry would build a zero-filled
+        gradient of the full size for each of them.
+        """
+        if flat.shape[-1] != self.size:
+            raise ValueError(f"expected {self.size} numbers per client, got {flat.shape[-1]}")
+        pieces = torch.split(flat, self.sizes, dim=-1) if self.entries else ()
+        return {e.name: p.unflatten(-1, e.shape) for e, p in zip(self.entries, pieces)}
+
+    def pack(self, tensors: dict[str, Tensor]) -> Tensor:
+        """The flat rows of named tensors `(M, *shape)`."""
+        return torch.cat([tensors[e.name].flatten(-len(e.shape)) for e in self.entries], dim=-1)
+
+    def pairs(self, up: Kind, down: Kind) -> Iterator[tuple[Entry, Entry]]:
+        """The factor pairs of the adapters: `pairs("B", "A")` or `pairs("D", "C")`."""
+        for entry in self.entries:
+            if entry.kind == up:
+                yield entry, self.by_name[f"{entry.module}.{down}"]

@@ -1,0 +1,120 @@
+"""What a method is: how a client steps, what it sends, how the server merges, what a client does with the answer.
+
+Every tensor has a leading client axis M. The local engine trains all clients in one pass; a site of a real
+federation runs the same code with M = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from pf2lora.layout import Layout
+
+Loss = Callable[[Tensor, Tensor, Any], Tensor]
+"""`F(x, y, batch)`: each client's mean loss on its part of the batch, shape (M,)."""
+
+Tree = TypeVar("Tree")
+
+
+class State(NamedTuple):
+    """What a client has. Only (a part of) `x` is ever sent."""
+
+    x: Tensor  # (M, P) each client's copy of the common adapter, and the head
+    y: Tensor  # (M, Q) the client's own adapter; never sent
+    opt: Any  # tensors with a leading M: AdamW moments, ranks; never sent
+
+
+class Report(NamedTuple):
+    """What a step tells about itself, per client."""
+
+    loss: Tensor  # (M,)
+    second_order: Tensor | None = None  # (M,) the second-order term's share of the hypergradient's norm
+
+
+def over_tensors(function: Callable[..., Tensor], tree: Tree, *rest: Tree) -> Tree:
+    """`function` on every tensor of nested tuples of the same shape."""
+    if isinstance(tree, Tensor):
+        return function(tree, *rest)  # type: ignore[return-value]
+    assert isinstance(tree, tuple)
+    mapped = [over_tensors(function, *leaves) for leaves in zip(tree, *rest)]
+    return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)  # type: ignore[return-value]
+
+
+def gradients(loss: Tensor, *inputs: Tensor, graph: bool = False) -> tuple[Tensor, ...]:
+    """Each client's gradient of its own loss.
+
+    SUM over clients, not mean: a client's gradient must not depend on who trains beside it.
+    """
+    wrt = [t for t in inputs if t.numel()]
+    found = iter(torch.autograd.grad(loss.sum(), wrt, create_graph=graph, materialize_grads=True))
+    return tuple(next(found) if t.numel() else torch.zeros_like(t) for t in inputs)
+
+
+def variable(tensor: Tensor) -> Tensor:
+    """The same numbers as a fresh leaf to differentiate by."""
+    return tensor.detach().requires_grad_()
+
+
+@dataclass(frozen=True)
+class Method:
+    """A federated method. This base averages x as FedAvg does; a method overrides what it does differently.
+
+    `lr` is the paper's η, the rate of AdamW on x.
+    """
+
+    layout: Layout
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+
+    name: ClassVar[str]
+    label: ClassVar[str]
+    draws: ClassVar[int] = 1  # batches that one local step needs
+    two_level: ClassVar[bool] = False  # has client adapters y
+    pooled: ClassVar[bool] = False  # one learner on everybody's data
+    federated: ClassVar[bool] = True  # exchanges anything at all
+
+    def init(self, x: Tensor, y: Tensor) -> State:
+        """The state before the first step."""
+        raise NotImplementedError
+
+    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
+        """One local iteration of every client."""
+        raise NotImplementedError
+
+    def send(self, s: State) -> tuple[State, Tensor]:
+        """The end of a round: what stays, and what leaves `(M, shared)`."""
+        return s, s.x[:, : self.layout.shared]
+
+    def merge(self, sent: Tensor, weights: Tensor) -> Tensor:
+        """The server: one common vector from what K clients sent; `weights (K,)` sum to one."""
+        return weights.to(sent) @ sent
+
+    def receive(self, s: State, common: Tensor) -> State:
+        """What a client does with the server's answer."""
+        x = torch.cat([common.expand(s.x.shape[0], -1), s.x[:, self.layout.shared :]], dim=1)
+        return s._replace(x=x)
+
+    def personal(self, F: Loss, s: State, batch: Any) -> tuple[Tensor, Tensor]:
+        """The (x, y) a client is measured with; `batch` is from its training data."""
+        return s.x, s.y
+
+    def sent_numbers(self, s: State) -> list[int]:
+        """How many numbers each client sends at the end of a round."""
+        return [self.layout.shared] * s.x.shape[0]
+
+
+def take(state: State, clients: Sequence[int] | Tensor) -> State:
+    """The states of some clients."""
+    index = torch.as_tensor(clients, device=state.x.device)
+    return over_tensors(lambda t: t.index_select(0, index), state)
+
+
+def put(state: State, clients: Sequence[int] | Tensor, part: State) -> State:
+    """The states with some clients' replaced."""
+    index = torch.as_tensor(clients, device=state.x.device)
+    return over_tensors(lambda whole, new: whole.index_copy(0, index, new.to(whole.device)), state, part)

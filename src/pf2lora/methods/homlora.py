@@ -1,0 +1,29 @@
+"""HOMLoRA: FedAvg on the common adapter, `min_x (1/M) Σ_k f_k(x)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from pf2lora.method import Loss, Method, Report, State, gradients, variable
+from pf2lora.optim import adamw, no_moments
+
+
+@dataclass(frozen=True)
+class HomLoRA(Method):
+    """Every client steps on its own loss; x is averaged."""
+
+    name: ClassVar[str] = "homlora"
+    label: ClassVar[str] = "HOMLoRA"
+
+    def init(self, x: Tensor, y: Tensor) -> State:
+        return State(x, y, no_moments(x))
+
+    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
+        (batch,) = batches
+        x_ = variable(s.x)
+        loss = F(x_, s.y, batch)
+        x, opt = adamw(gradients(loss, x_)[0], s.opt, s.x, self.lr, weight_decay=self.weight_decay)
+        return State(x, s.y, opt), Report(loss.detach())

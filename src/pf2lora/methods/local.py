@@ -1,0 +1,29 @@
+"""Local: every client alone. The floor that tells whether federating helps at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from pf2lora.method import State
+from pf2lora.methods.homlora import HomLoRA
+
+
+@dataclass(frozen=True)
+class Local(HomLoRA):
+    """HOMLoRA's steps with nothing sent and nothing received."""
+
+    name: ClassVar[str] = "local"
+    label: ClassVar[str] = "Local"
+    federated: ClassVar[bool] = False
+
+    def send(self, s: State) -> tuple[State, Tensor]:
+        return s, s.x[:, :0]
+
+    def receive(self, s: State, common: Tensor) -> State:
+        return s
+
+    def sent_numbers(self, s: State) -> list[int]:
+        return [0] * s.x.shape[0]

@@ -1,0 +1,51 @@
+"""Per-FedAvg-LoRA: `min_x (1/M) Σ_k f_k(x − α ∇f_k(x))`, with the second-order term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pf2lora.hypergradient import bilevel, lower_level
+from pf2lora.method import Loss, Method, Report, State, gradients, variable
+from pf2lora.optim import adamw, no_moments
+
+
+@dataclass(frozen=True)
+class PerFedAvg(Method):
+    """α = `client_lr` is the one-step rate, η = `lr` that of AdamW; α = 0 gives HOMLoRA on the outer batch.
+
+    With H(x, u) = F(x + u), Per-FedAvg is the bilevel step from u = 0: u⁺ = −α∇F(x), and its hypergradient
+    is (I − α∇²F(x)) ∇F(x − α∇F(x)). So it has the same three ways to the second-order term as PF2LoRA.
+    """
+
+    client_lr: float = 0.03
+    hypergradient: str = "difference"
+
+    name: ClassVar[str] = "per-fedavg"
+    label: ClassVar[str] = "Per-FedAvg-LoRA"
+    draws: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        lower_level(self.hypergradient)
+
+    def init(self, x: Tensor, y: Tensor) -> State:
+        return State(x, y, no_moments(x))
+
+    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
+        inner, outer = batches
+
+        def H(x: Tensor, u: Tensor, batch: Any) -> Tensor:
+            return F(x + u, s.y, batch)
+
+        u = torch.zeros_like(s.x)
+        hyper = bilevel(H, s.x, u, self.client_lr, self.hypergradient, inner, outer, outer, inner)
+        x, opt = adamw(hyper.gradient, s.opt, s.x, self.lr, weight_decay=self.weight_decay)
+        return State(x, s.y, opt), Report(hyper.loss, hyper.share)
+
+    def personal(self, F: Loss, s: State, batch: Any) -> tuple[Tensor, Tensor]:
+        """x after one SGD step on a batch of the client's own training data."""
+        x_ = variable(s.x)
+        return s.x - self.client_lr * gradients(F(x_, s.y, batch), x_)[0], s.y

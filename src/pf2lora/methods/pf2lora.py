@@ -1,0 +1,56 @@
+"""PF2LoRA, the paper's Algorithm 1: `min_x (1/M) Σ_k f_k(x, y*_k(x))`, `y*_k(x) ∈ argmin_y f_k(x, y)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from pf2lora.errors import UserError
+from pf2lora.hypergradient import bilevel, lower_level
+from pf2lora.method import Loss, Method, Report, State
+from pf2lora.optim import adamw, no_moments
+
+
+@dataclass(frozen=True)
+class PF2LoRA(Method):
+    """SGD below (α = `client_lr`), AdamW above (η = `lr`); α = 0 with y = 0 gives HOMLoRA.
+
+    `batches` is 2 (inner π = ζ, outer ξ = ξ̃, as the paper's pseudocode draws them) or 4 (all independent, as
+    Algorithm 1 is written). `zeta_size` takes only so many of ζ's examples: a cheaper second-order term.
+    """
+
+    client_lr: float = 0.03
+    hypergradient: str = "difference"
+    batches: int = 2
+    zeta_size: int | None = None
+
+    name: ClassVar[str] = "pf2lora"
+    label: ClassVar[str] = "PF2LoRA"
+    two_level: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        lower_level(self.hypergradient)
+        if self.batches not in (2, 4):
+            raise UserError(f"batches is {self.batches}; PF2LoRA draws 2 batches a step (π = ζ, ξ = ξ̃) or 4")
+        if self.zeta_size is not None and self.zeta_size < 1:
+            raise UserError(f"zeta_size is {self.zeta_size}; it must be at least 1")
+
+    @property
+    def draws(self) -> int:  # type: ignore[override]
+        return self.batches
+
+    def init(self, x: Tensor, y: Tensor) -> State:
+        return State(x, y, no_moments(x))
+
+    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
+        if self.batches == 4:
+            pi, xi, xi_tilde, zeta = batches  # line 4
+        else:
+            pi, xi = zeta, xi_tilde = batches
+        if self.zeta_size is not None:
+            zeta = zeta.first(self.zeta_size)
+        hyper = bilevel(F, s.x, s.y, self.client_lr, self.hypergradient, pi, xi, xi_tilde, zeta)  # lines 5, 6
+        x, opt = adamw(hyper.gradient, s.opt, s.x, self.lr, weight_decay=self.weight_decay)  # line 6
+        return State(x, hyper.y, opt), Report(hyper.loss, hyper.share)

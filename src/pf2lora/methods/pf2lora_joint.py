@@ -1,0 +1,33 @@
+"""PF2LoRA without bilevel optimization (the ablation): `min_{x,y_k} (1/M) Σ_k f_k(x, y_k)`, x and y at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from pf2lora.method import Loss, Method, Report, State, gradients, variable
+from pf2lora.optim import adamw, no_moments
+
+
+@dataclass(frozen=True)
+class PF2LoRAJoint(Method):
+    """One batch; x by AdamW and y by SGD (α = `client_lr`) from the gradients at the same (x, y)."""
+
+    client_lr: float = 0.03
+
+    name: ClassVar[str] = "pf2lora-joint"
+    label: ClassVar[str] = "PF2LoRA without bilevel"
+    two_level: ClassVar[bool] = True
+
+    def init(self, x: Tensor, y: Tensor) -> State:
+        return State(x, y, no_moments(x))
+
+    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
+        (batch,) = batches
+        x_, y_ = variable(s.x), variable(s.y)
+        loss = F(x_, y_, batch)
+        gx, gy = gradients(loss, x_, y_)
+        x, opt = adamw(gx, s.opt, s.x, self.lr, weight_decay=self.weight_decay)
+        return State(x, s.y - self.client_lr * gy, opt), Report(loss.detach())

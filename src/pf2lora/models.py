@@ -1,0 +1,60 @@
+"""Loading a base model: a hub name or a folder, and one clear line when it cannot be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from pf2lora.errors import UserError
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def check_reachable(name: str) -> None:
+    """A folder must hold a model; anything else is taken for a hub name."""
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"the model folder {name!r} has no config.json; save_pretrained() writes one")
+        if not any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
+            raise UserError(f"the model folder {name!r} has no weights (model.safetensors)")
+    elif folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
+        raise UserError(
+            f"there is no model folder {name!r}; give a folder or a hub name such as 'roberta-base'"
+        )
+
+
+def load(kind: Any, name: str, **options: Any) -> Any:
+    """`kind.from_pretrained(name)` with the hub's and the folder's failures in one line."""
+    check_reachable(name)
+    try:
+        return kind.from_pretrained(name, **options)
+    except OSError as error:
+        if Path(name).is_dir():
+            raise UserError(
+                f"the model folder {name!r} cannot be loaded: {str(error).splitlines()[0]}"
+            ) from error
+        raise UserError(
+            f"the model {name!r} could not be fetched from the Hugging Face hub (no network, or no such model); "
+            f"where there is no hub, give a folder that save_pretrained() wrote"
+        ) from error
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; one without a padding token gets its end-of-text token for it."""
+    tokenizer: PreTrainedTokenizerBase = load(AutoTokenizer, name)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise UserError(f"the tokenizer of {name!r} has neither a padding nor an end-of-text token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(auto_class: Any, name: str, dtype: torch.dtype, **config: Any) -> PreTrainedModel:
+    """The base model in `dtype`; `config` overrides entries of its configuration (labels, padding token)."""
+    settings = load(AutoConfig, name, **config)
+    model: PreTrainedModel = load(auto_class, name, config=settings, dtype=dtype)
+    return model

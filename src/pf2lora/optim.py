@@ -1,0 +1,41 @@
+"""AdamW on flat rows, one row per client; each client has its own moments and its own step count."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Moments(NamedTuple):
+    """What AdamW keeps between steps. `step` counts a client's own updates: clients may skip rounds."""
+
+    mean: Tensor  # (M, P)
+    square: Tensor  # (M, P)
+    step: Tensor  # (M, 1)
+
+
+def no_moments(x: Tensor) -> Moments:
+    """The state before the first update."""
+    return Moments(torch.zeros_like(x), torch.zeros_like(x), x.new_zeros(x.shape[0], 1))
+
+
+def adamw(
+    gradient: Tensor,
+    moments: Moments,
+    x: Tensor,
+    lr: float,
+    *,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> tuple[Tensor, Moments]:
+    """One step of decoupled-weight-decay Adam; the numbers are those of `torch.optim.AdamW`."""
+    first, second = betas
+    step = moments.step + 1
+    mean = torch.lerp(moments.mean, gradient, 1 - first)
+    square = (moments.square * second).addcmul_(gradient, gradient, value=1 - second)
+    denominator = (square.sqrt() / (1 - second**step).sqrt()).add_(eps)
+    update = (mean / denominator).mul_(lr / (1 - first**step))
+    return (x * (1 - lr * weight_decay)).sub_(update), Moments(mean, square, step)
