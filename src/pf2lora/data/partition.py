@@ -103,7 +103,8 @@ def by_groups(values: Sequence[str], groups: Mapping[str, Sequence[str]]) -> Par
     parts: dict[str, list[int]] = {name: [] for name in groups}
     for index, value in enumerate(values):
         if value not in owner:
-            raise UserError(f"{value!r} is in no client's group (groups have: {', '.join(list(owner)[:12])})")
+            listed = ", ".join(list(owner)[:12]) + (" …" if len(owner) > 12 else "")
+            raise UserError(f"rows with the value {value!r} belong to no client (clients have: {listed})")
         parts[owner[value]].append(index)
     for name, part in parts.items():
         if not part:

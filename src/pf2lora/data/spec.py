@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pf2lora.data import partition
-from pf2lora.data.classification import check_labels, choose_columns, load_clients, rows_of
+from pf2lora.data.classification import MINIMUM_ROWS, check_labels, choose_columns, load_clients, rows_of
 from pf2lora.data.client import Client, TextRow
 from pf2lora.data.files import Record, columns_of, expand_paths, natural_order, read_records, require_column
 from pf2lora.data.glue import GLUE, read_glue
@@ -59,10 +59,10 @@ def load(spec: DataSpec, seed: int) -> list[Client[TextRow]]:
         )
     else:
         clients = _share_out(_read_pool(spec, seed), spec, seed)
-        check_labels(clients)
-    if spec.limit is None:
-        return clients
-    return [_limited(client, spec.limit, seed) for client in clients]
+    if spec.limit is not None:
+        clients = [_limited(client, spec.limit, seed) for client in clients]
+    check_labels(clients)
+    return clients
 
 
 def _check(spec: DataSpec) -> None:
@@ -156,7 +156,14 @@ def _share_out(pool: Pool, spec: DataSpec, seed: int) -> list[Client[TextRow]]:
     names, rule = PARTITIONS[spec.partition or "heterogeneity"](pool, spec, seed)
     for name in names:
         check_name(name, "partition")
-    return partition.make_clients(pool.train, pool.test, rule(pool.train_keys), rule(pool.test_keys), names)
+    parts = rule(pool.train_keys), rule(pool.test_keys)
+    for name, train, test in zip(names, *parts):
+        if len(train) + len(test) < MINIMUM_ROWS:
+            raise UserError(
+                f"client {name!r} would get {len(train)} training and {len(test)} test rows; at least "
+                f"{MINIMUM_ROWS} are needed: fewer clients, more rows or a more even partition"
+            )
+    return partition.make_clients(pool.train, pool.test, *parts, names)
 
 
 Rule = Callable[[Sequence[str]], partition.Parts]
