@@ -1,0 +1,119 @@
+"""The report: one HTML file with everything in it, which opens without a network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pf2lora import __version__
+from pf2lora.errors import UserError
+from pf2lora.report import findings, views
+
+HERE = Path(__file__).parent
+# One script in this order: each file uses names of those before it.
+SCRIPTS = ("dom.js", "stats.js", "linechart.js", "curves.js", "clients.js", "ranks.js", "examples.js", "main.js")
+GENERATOR = "pf2lora report"
+
+
+def build(runs: list[dict[str, Any]], out: Path, names: list[str] | None = None) -> Path:
+    """Write the report of one result, or the comparison of several, to `out`.
+
+    `runs` are results as `pf2lora.results.load` returns them; `names` tell several apart (default: their titles).
+    The file appears whole or not at all.
+    """
+    html = render(runs, names)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(html)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, out)
+    except OSError as error:
+        raise UserError(f"{out}: the report cannot be written: {error.strerror}") from None
+    return out
+
+
+def render(runs: list[dict[str, Any]], names: list[str] | None = None) -> str:
+    """The page as text."""
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    metric = shared_metric(runs)
+    names = _distinct(names or [r["title"] for r in runs])
+    series = views.all_series(runs, names)
+    script = "(() => {\n'use strict';\n" + "\n".join(_text(name) for name in SCRIPTS) + "})();"
+    theme = _text("theme.js")
+    page = environment.get_template("compare.jinja" if len(runs) > 1 else "run.jinja")
+    return page.render(
+        generator=GENERATOR,
+        version=__version__,
+        # Only these two scripts may run, whatever a client is called, and nothing may be fetched.
+        script_hashes=[_hash(theme), _hash(script)],
+        theme_script=Markup(theme),
+        script=Markup(script),
+        style=Markup(_text("report.css")),
+        data=Markup(embedded(views.payload(series, metric))),
+        runs=runs,
+        names=names,
+        has=views.parts_present(runs),
+        seed_counts=views.seed_counts(series),
+        metric=runs[0]["metrics"][metric],
+        headline=views.headline(series, metric),
+        costs=views.costs(series),
+        warnings=views.warnings(series),
+        several_seeds=any(len(s.seeds) > 1 for s in series),
+        same_clients=views.same_clients(runs),
+        findings=findings.findings(runs[0]) if len(runs) == 1 else [],
+        client_data=views.client_data(runs[0]),
+        config=views.flat(runs[0]["config"]),
+        differences=views.config_differences(runs),
+    )
+
+
+def shared_metric(runs: list[dict[str, Any]]) -> str:
+    """The metric that all runs can be compared by: the first run's headline, or its next one that all have."""
+    first = runs[0]
+    for other in runs[1:]:
+        if other["task"] != first["task"]:
+            raise UserError(
+                f"runs of different tasks have no common table: {first['title']!r} is {first['task']}, "
+                f"{other['title']!r} is {other['task']}"
+            )
+    for name in [first["metric"], *first["metrics"]]:
+        if all(name in run["metrics"] for run in runs):
+            return str(name)
+    raise UserError(f"the runs measure no common metric ({', '.join(run['metric'] for run in runs)})")
+
+
+def embedded(data: Any) -> str:
+    """JSON that is safe inside a script element: no `<`, so that no text of a user can end or open one."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """The names, numbered where two are the same."""
+    return [f"{name} ({names[: i + 1].count(name)})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def _text(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,0 +1,82 @@
+/* Who gains, who loses: one method against another, client by client. */
+
+function clientsView(host, data) {
+  const names = data.series.map((series) => series.method);
+  const fallback = (wanted, other) => { const i = names.indexOf(wanted); return i >= 0 && i !== other ? i : data.series.length > 1 ? (other === 0 ? 1 : 0) : 0; };
+  const own = names.find((name) => name.startsWith('pf2lora')) ?? names[0];
+  const method = Math.max(0, names.indexOf(own));
+  const state = { method, baseline: fallback('local', method), metric: data.metric, point: 'served' };
+  const body = el('div');
+  const draw = () => body.replaceChildren(...comparison(data, state));
+  const set = (key) => (value) => { state[key] = key === 'metric' || key === 'point' ? value : Number(value); draw(); };
+  const options = data.series.map((series, i) => [i, series.label]);
+  const metrics = Object.entries(data.metrics).map(([name, info]) => [name, info.label]);
+  host.append(el('div', { class: 'controls' },
+    select('Method', options, state.method, set('method')),
+    select('Against', options, state.baseline, set('baseline')),
+    select('Score', metrics, state.metric, set('metric')),
+    segments('Taken', POINTS, 'served', set('point'))), body);
+  draw();
+}
+
+function comparison(data, state) {
+  const info = data.metrics[state.metric];
+  const [method, baseline] = [data.series[state.method], data.series[state.baseline]];
+  const scores = finals(method, state.point, state.metric, data.clients);
+  const others = finals(baseline, state.point, state.metric, data.clients);
+  const sign = info.higher_is_better ? 1 : -1;
+  const rows = data.clients.map((name, k) => ({ name, score: scores[k], other: others[k],
+    gain: scores[k] && others[k] ? sign * (scores[k].mean - others[k].mean) : null }));
+  rows.sort((a, b) => (b.gain ?? -Infinity) - (a.gain ?? -Infinity));
+  const measured = rows.filter((row) => row.score);
+  if (!measured.length) return [el('p', { class: 'empty' }, `${method.label} has no such scores: it has no point before averaging.`)];
+  const worst = measured.reduce((low, row) => sign * row.score.mean < sign * low.score.mean ? row : low);
+  const ends = rows.flatMap((row) => [row.score, row.other]).filter(Boolean).flatMap((e) => [e.mean - (e.deviation ?? 0), e.mean + (e.deviation ?? 0)]);
+  const [low, high] = [Math.min(...ends), Math.max(...ends)];
+  const place = (value) => `${(3 + 94 * (high === low ? 0.5 : (value - low) / (high - low))).toFixed(2)}%`;
+  const caption = `${info.label}${info.percent ? ' in %' : ''} per client, largest gain first`;
+  return [
+    el('p', { class: 'verdict', 'aria-live': 'polite' }, verdict(rows, method, baseline, worst, info)),
+    el('div', { class: 'scroll' }, el('table', { class: 'dots' }, el('caption', {}, caption),
+      el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'Client'),
+        el('th', { scope: 'col', class: 'track' }, el('span', { class: 'key' }, dotKey(baseline, true), baseline.label), ' ', el('span', { class: 'key' }, dotKey(method, false), method.label)),
+        el('th', { scope: 'col', class: 'number' }, 'Difference'))),
+      el('tbody', {}, rows.map((row) => clientRow(row, method, baseline, row === worst, info, place, sign))))),
+    asTable(`${info.label} of every method, client by client`, () => [['Client', ...data.series.map((series) => series.label)],
+      ...data.clients.map((name, k) => [name, ...data.series.map((series) => formatEstimate(finals(series, state.point, state.metric, data.clients)[k], info))])]),
+  ];
+}
+
+const dotKey = (series, hollow) => svg('svg', { width: 12, height: 12, 'aria-hidden': 'true', style: colorOf(series) },
+  svg('circle', { class: hollow ? 'hollow' : 'dot', cx: 6, cy: 6, r: 4.5 }));
+
+function verdict(rows, method, baseline, worst, info) {
+  const both = rows.filter((row) => row.gain !== null);
+  const low = `Worst client under ${method.label}: ${worst.name} with ${formatEstimate(worst.score, info)}.`;
+  if (method === baseline) return low;
+  if (!both.length) return `${baseline.label} has no such scores to compare with. ${low}`;
+  const unclear = both.filter((row) => withinSpread(row.score, row.other)).length;
+  const gain = both.filter((row) => row.gain > 0).length;
+  const lose = both.filter((row) => row.gain < 0).length;
+  const seeds = both.every((row) => withinSpread(row.score, row.other) === null)
+    ? 'One seed: a spread needs several.' : `${unclear} of these differences ${unclear === 1 ? 'is' : 'are'} within the seeds’ spread.`;
+  return `${method.label} against ${baseline.label}: ${gain} ${gain === 1 ? 'client gains' : 'clients gain'}, ${lose} ${lose === 1 ? 'loses' : 'lose'}. ${seeds} ${low}`;
+}
+
+function clientRow(row, method, baseline, isWorst, info, place, sign) {
+  const unclear = row.gain !== null && withinSpread(row.score, row.other);
+  const text = `${row.name}\n${method.label}: ${formatEstimate(row.score, info)}\n${baseline.label}: ${formatEstimate(row.other, info)}${unclear ? '\nwithin the seeds’ spread' : ''}`;
+  const tone = row.gain === null || unclear || row.gain === 0 ? 'even' : row.gain > 0 ? 'gain' : 'loss';
+  const whisker = (e, series) => e && e.deviation !== null
+    ? svg('line', { class: 'whisker', style: colorOf(series), x1: place(e.mean - e.deviation), x2: place(e.mean + e.deviation), y1: 14, y2: 14 }) : null;
+  const dot = (e, series, kind) => e ? svg('circle', { class: kind, style: colorOf(series), cx: place(e.mean), cy: 14, r: 5.5 }) : null;
+  const graph = svg('svg', { class: 'row-plot', height: 28, role: 'img', tabindex: 0, 'data-tip': text, 'aria-label': text.replaceAll('\n', ', ') },
+    svg('line', { class: 'guide', x1: '0%', x2: '100%', y1: 14, y2: 14 }),
+    row.gain === null ? null : svg('line', { class: `link ${tone}`, x1: place(row.other.mean), x2: place(row.score.mean), y1: 14, y2: 14 }),
+    whisker(row.other, baseline), whisker(row.score, method), dot(row.other, baseline, 'hollow'), dot(row.score, method, 'dot'));
+  const arrow = { gain: '▲', loss: '▼', even: '' }[tone];
+  return el('tr', {}, el('th', { scope: 'row' }, row.name, isWorst ? el('span', { class: 'badge worst' }, 'worst') : null),
+    el('td', { class: 'track' }, graph),
+    el('td', { class: `number ${tone}` }, row.gain === null ? '–' : `${arrow} ${formatScore(sign * row.gain, info, true)}`.trim(),
+      unclear ? el('small', {}, 'within the spread') : null));
+}

@@ -1,0 +1,83 @@
+/* Learning curves, and the curves of the two shares. One set of hidden methods for all of them. */
+
+const hidden = new Set();
+const redraws = [];
+
+function legend(series) {
+  const buttons = series.map((item) => {
+    const emphasise = (on) => document.querySelectorAll('.line').forEach((line) => line.classList.toggle('dim', on && line.dataset.series !== item.label));
+    const button = el('button', { type: 'button', 'aria-pressed': 'true',
+      click: () => {
+        if (!hidden.delete(item.label)) hidden.add(item.label);
+        redraws.forEach((redraw) => redraw());
+      },
+      pointerenter: () => emphasise(!hidden.has(item.label)), pointerleave: () => emphasise(false),
+      focus: () => emphasise(!hidden.has(item.label)), blur: () => emphasise(false) }, swatch(item), el('span', {}, item.label));
+    redraws.push(() => button.setAttribute('aria-pressed', String(!hidden.has(item.label))));
+    return button;
+  });
+  return el('div', { class: 'legend', role: 'group', 'aria-label': 'Methods shown' }, buttons);
+}
+
+/* Draws now, when a method is switched, and when the width changes. */
+function living(figure, draw) {
+  let width = 0;
+  redraws.push(draw);
+  new ResizeObserver(() => {
+    if (figure.clientWidth !== width) { width = figure.clientWidth; draw(); }
+  }).observe(figure);
+}
+
+const visible = (series) => series.filter((item) => !hidden.has(item.label));
+
+const POINTS = [['served', 'Served'], ['before_averaging', 'Before averaging']];
+
+function curvesView(host, data) {
+  const state = { metric: data.metric, point: 'served', loss: 'train', who: 'mean' };
+  const [score, loss] = [el('figure', { class: 'chart' }), el('figure', { class: 'chart' })];
+  const whose = () => state.who === 'mean' ? 'mean over clients' : state.who === 'worst' ? 'worst client' : data.clients[Number(state.who)];
+  const drawScore = () => {
+    const info = data.metrics[state.metric];
+    const lines = visible(data.series).map((series) => ({ series,
+      points: curve(series, (round) => ofClients(round[state.point]?.[state.metric], state.who, info.higher_is_better)) }));
+    const when = state.point === 'served' ? 'served' : 'before averaging';
+    lineChart(score, { title: `${info.label}${info.percent ? ' (%)' : ''}, ${when}, ${whose()}`, lines,
+      format: (value) => formatScore(value, info), tickFormat: (value) => minus(String(Number((info.percent ? value * 100 : value).toPrecision(6)))) });
+  };
+  const drawLoss = () => {
+    const pick = (round) => ofClients(state.loss === 'train' ? round.train_loss : round[state.loss]?.loss, state.who, false);
+    const lines = visible(data.series).map((series) => ({ series, points: curve(series, pick) }));
+    const which = { train: 'training loss', served: 'test loss, served', before_averaging: 'test loss, before averaging' }[state.loss];
+    lineChart(loss, { title: `${which}, ${whose()}`, lines, format: (value) => minus(value.toFixed(3)), tickFormat: (value) => minus(String(value)) });
+  };
+  const set = (key, ...draws) => (value) => { state[key] = value; draws.forEach((draw) => draw()); };
+  const scores = Object.keys(data.metrics).filter((name) => name !== 'loss' || name === data.metric);
+  const losses = [['train', 'Training'], ...('loss' in data.metrics ? [['served', 'Test, served'], ['before_averaging', 'Test, before']] : [])];
+  host.append(legend(data.series),
+    data.clients.length ? el('div', { class: 'controls' }, select('Client', [['mean', 'Mean over clients'], ['worst', 'Worst client'],
+      ...data.clients.map((name, k) => [k, name])], 'mean', set('who', drawScore, drawLoss))) : el('span'),
+    el('div', { class: 'pair' },
+      el('div', {}, el('div', { class: 'controls' },
+        scores.length > 1 ? select('Score', scores.map((name) => [name, data.metrics[name].label]), state.metric, set('metric', drawScore)) : null,
+        segments('Taken', POINTS, 'served', set('point', drawScore))), score),
+      el('div', {}, el('div', { class: 'controls' }, segments('Loss', losses, 'train', set('loss', drawLoss))), loss)));
+  living(score, drawScore);
+  living(loss, drawLoss);
+}
+
+function sharesView(host, data) {
+  const kinds = [
+    ['client_share', 'Client adapter against common adapter, ‖s̃DC‖ / ‖sBA‖'],
+    ['second_order_share', 'Second-order term’s share of the hypergradient'],
+  ];
+  const has = (series, key) => series.runs.some((run) => run.rounds.some((round) => round[key] && known(round[key]).length));
+  const shown = kinds.map(([key, title]) => ({ key, title, series: data.series.filter((series) => has(series, key)) })).filter(({ series }) => series.length);
+  const figures = shown.map(({ key, title, series }) => {
+    const figure = el('figure', { class: 'chart' });
+    living(figure, () => lineChart(figure, { title, log: true, format: formatShare,
+      lines: visible(series).map((item) => ({ series: item, points: curve(item, (round) => ofClients(round[key], 'mean')) })) }));
+    return figure;
+  });
+  const drawn = data.series.filter((series) => shown.some((kind) => kind.series.includes(series)));
+  host.append(legend(drawn), el('div', { class: 'pair' }, figures));
+}

@@ -1,0 +1,211 @@
+"""What to look at: sentences computed from a result, with nothing claimed that its seeds do not carry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pf2lora import results
+from pf2lora.report import numbers
+from pf2lora.results import Estimate
+
+LOCAL, SINGLE = "local", "homlora"  # the two comparisons everyone asks for
+SMALL_SHARE = 0.01  # below this, a client's own adapter hardly changes what the common one does
+
+
+def findings(result: dict[str, Any]) -> list[str]:
+    """The sentences, the most important first."""
+    view = _View(result)
+    steps = (_best, _local, _own_adapter, _averaging, _worst_client, _client_share, _warnings)
+    return [text for step in steps if (text := step(view))]
+
+
+class _View:
+    """A result's headline scores, with the words for them."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        self.result = result
+        self.metric = result["metric"]
+        self.info = result["metrics"][self.metric]
+        self.sign = 1 if self.info["higher_is_better"] else -1
+        self.served = self.estimates("served", "mean")
+        self.before = self.estimates("before_averaging", "mean")
+        self.order = sorted(self.served, key=lambda m: -self.sign * self.served[m].mean)
+
+    def estimates(self, point: results.Point, what: str) -> dict[str, Estimate]:
+        found = {m: results.score(self.result, m, point, self.metric, what) for m in self.result["methods"]}
+        return {m: e for m, e in found.items() if e is not None}
+
+    def label(self, method: str) -> str:
+        return str(self.result["methods"][method]["label"])
+
+    def client(self, index: int) -> str:
+        return str(self.result["clients"][index]["name"])
+
+    def number(self, e: Estimate) -> str:
+        deviation = "" if e.deviation is None else f" ± {numbers.score(e.deviation, self.info)}"
+        return numbers.score(e.mean, self.info) + deviation
+
+    def change(self, value: float) -> str:
+        return numbers.score(value, self.info, signed=True)
+
+    def federated(self) -> list[str]:
+        """The methods with a server, best first: they alone have a point before averaging."""
+        return [m for m in self.order if m in self.before]
+
+    def gains(self, method: str, baseline: str) -> dict[int, tuple[float, bool | None]]:
+        """Per client: how much better `method` is than `baseline`, and whether that is within the spread."""
+        pairs = zip(*(results.client_scores(self.result, m, "served", self.metric) for m in (method, baseline)))
+        return {
+            k: (self.sign * (a.mean - b.mean), results.within_spread(a, b))
+            for k, (a, b) in enumerate(pairs)
+            if a is not None and b is not None
+        }
+
+
+def _best(view: _View) -> str:
+    """Who leads, and who cannot be told from the leader."""
+    if not view.order:
+        return ""
+    first, rest = view.order[0], view.order[1:]
+    seeds = view.served[first].count
+    over = f"mean over {_plural(len(view.result['clients']), 'client')} and {_plural(seeds, 'seed')}"
+    text = f"As served, {view.label(first)} scores best: {view.number(view.served[first])} {view.info['label']} ({over})."
+    if not rest:
+        return f"{view.label(first)} reaches {view.number(view.served[first])} {view.info['label']} as served ({over})."
+    if seeds == 1:
+        return f"{text} This is one seed: whether a difference is more than chance needs several (--seeds 3)."
+    close = [m for m in rest if results.within_spread(view.served[m], view.served[first])]
+    if close:
+        are = "is" if len(close) == 1 else "are"
+        names = numbers.listed([view.label(m) for m in close])
+        return f"{text} {names} {are} within the seeds’ spread of it, so the order among them is open."
+    return f"{text} Every other method is further away than the seeds spread."
+
+
+def _local(view: _View) -> str:
+    """Does federating beat training alone, and for whom?"""
+    methods = [m for m in view.federated() if m != LOCAL]
+    if LOCAL not in view.served or not methods:
+        return ""
+    best = methods[0]
+    gain = view.sign * (view.served[best].mean - view.served[LOCAL].mean)
+    within = results.within_spread(view.served[best], view.served[LOCAL])
+    verdict = "Federating beats training alone" if gain > 0 else "Federating does not beat training alone"
+    if within:
+        verdict = "Federating and training alone cannot be told apart"
+    alone, change = view.label(LOCAL), view.change(view.sign * gain)
+    text = f"{verdict}: {view.label(best)}, the best federated method, is {change} against {alone}"
+    return f"{text}{_within(within)}. {_who_gains(view, best, LOCAL)}"
+
+
+def _who_gains(view: _View, method: str, baseline: str) -> str:
+    gains = view.gains(method, baseline)
+    if not gains:
+        return ""
+    better = [k for k, (gain, _) in gains.items() if gain > 0]
+    clear = [k for k in better if gains[k][1] is False]
+    text = f"{len(better)} of {_plural(len(gains), 'client')} gain"
+    if clear and len(clear) < len(better):
+        text += f", {len(clear)} of them by more than the spread"
+    top = max(gains, key=lambda k: gains[k][0])
+    low = min(gains, key=lambda k: gains[k][0])
+    if better:
+        text += f"; most {view.client(top)} ({view.change(view.sign * gains[top][0])})"
+    if gains[low][0] < 0:
+        text += f"; {view.client(low)} loses most ({view.change(view.sign * gains[low][0])})"
+    return text + "."
+
+
+def _own_adapter(view: _View) -> str:
+    """What the client's own adapter adds to one common adapter."""
+    own, common = "pf2lora", SINGLE
+    if own not in view.served or common not in view.served:
+        return ""
+    within = results.within_spread(view.served[own], view.served[common])
+    change = view.change(view.served[own].mean - view.served[common].mean)
+    return (
+        f"The client’s own adapter: {view.label(own)} is {change} against {view.label(common)}, which has "
+        f"the common adapter only{_within(within)}. {_who_gains(view, own, common)}"
+    )
+
+
+def _averaging(view: _View) -> str:
+    """How far the score before averaging is from what is served."""
+    costs = {m: view.sign * (view.before[m].mean - view.served[m].mean) for m in view.federated()}
+    if not costs:
+        return ""
+    most = max(costs, key=lambda m: costs[m])
+    least = min(costs, key=lambda m: costs[m])
+    if costs[most] <= 0:
+        return "Averaging costs no method anything: served scores are at least those before averaging."
+    text = (
+        f"Before averaging, clients look better than what they are served: averaging costs {view.label(most)} "
+        f"{numbers.score(costs[most], view.info)}"
+    )
+    if least != most:
+        text += f" and {view.label(least)} {numbers.score(costs[least], view.info)}"
+    return f"{text}. Compare methods by the served score unless clients keep the model they had before."
+
+
+def _worst_client(view: _View) -> str:
+    """The client who is served worst by the best method, and the method that is kindest to its worst."""
+    worst = view.estimates("served", "worst")
+    if not view.order or not worst:
+        return ""
+    best = view.order[0]
+    scores = results.client_scores(view.result, best, "served", view.metric)
+    known = {k: e for k, e in enumerate(scores) if e is not None}
+    if len(known) < 2:
+        return ""
+    low = min(known, key=lambda k: view.sign * known[k].mean)
+    kindest = max(worst, key=lambda m: view.sign * worst[m].mean)
+    text = f"Worst off under {view.label(best)} is {view.client(low)} with {view.number(known[low])}."
+    if kindest == best or best not in worst:
+        return text
+    within = results.within_spread(worst[kindest], worst[best])
+    return (
+        f"{text} {view.label(kindest)} has the best worst client ({view.number(worst[kindest])} against "
+        f"{view.number(worst[best])}{_within(within)})."
+    )
+
+
+def _client_share(view: _View) -> str:
+    """How large the clients' own adapters have become."""
+    shares = {m: e for m in view.result["methods"] if (e := last_share(view.result, m))}
+    if not shares:
+        return ""
+    parts = [f"{e.mean:.1%} ({view.label(m)})" for m, e in shares.items()]
+    text = f"At the end a client’s own adapter has {numbers.listed(parts)} of the common adapter’s size"
+    small = [view.label(m) for m, e in shares.items() if e.mean < SMALL_SHARE]
+    if small:
+        text += f"; below {SMALL_SHARE:.0%}, as for {numbers.listed(small)}, a client’s model is nearly the common one"
+    return text + "."
+
+
+def last_share(result: dict[str, Any], method: str) -> Estimate | None:
+    """‖s̃·DC‖ / ‖s·BA‖ in the last round that has it: mean over clients, then over seeds."""
+    lasts = []
+    for run in result["methods"][method]["runs"]:
+        rows = [entry["client_share"] for entry in run["rounds"] if entry["client_share"] is not None]
+        e = results.estimate(rows[-1]) if rows else None
+        lasts.append(e.mean if e else None)
+    return results.estimate(lasts)
+
+
+def _warnings(view: _View) -> str:
+    methods = view.result["methods"]
+    counts = {m: sum(len(run["warnings"]) for run in methods[m]["runs"]) for m in methods}
+    total = sum(counts.values())
+    if not total:
+        return ""
+    names = numbers.listed([view.label(m) for m in counts if counts[m]])
+    return f"{_plural(total, 'warning')} came up in training ({names}): read them below before trusting the scores."
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _within(within: bool | None) -> str:
+    """The words after a difference; with one seed there is nothing to say."""
+    return {True: ", within the seeds’ spread", False: ", more than the seeds’ spread", None: ""}[within]

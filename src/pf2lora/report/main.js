@@ -1,0 +1,30 @@
+/* Start: read the data, fill each view's place, the theme button. */
+
+const VIEWS = { curves: curvesView, shares: sharesView, clients: clientsView, ranks: ranksView, examples: examplesView };
+
+function startTheme() {
+  const root = document.documentElement;
+  const button = document.getElementById('theme');
+  const dark = () => root.dataset.theme ? root.dataset.theme === 'dark' : matchMedia('(prefers-color-scheme: dark)').matches;
+  const label = () => { button.textContent = dark() ? 'Light' : 'Dark'; button.setAttribute('aria-label', `Switch to the ${dark() ? 'light' : 'dark'} theme`); };
+  button.addEventListener('click', () => {
+    root.dataset.theme = dark() ? 'light' : 'dark';
+    try { localStorage.setItem('pf2lora-theme', root.dataset.theme); } catch { /* chosen for this visit only */ }
+    label();
+  });
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', label);
+  label();
+}
+
+function startDataSwitch() {
+  for (const input of document.querySelectorAll('[name=data-scale]')) {
+    input.addEventListener('change', () => document.querySelector('.data-bars').classList.toggle('shares', input.value === 'shares'));
+  }
+}
+
+const data = JSON.parse(document.getElementById('data').textContent);
+startTips();
+startTheme();
+startDataSwitch();
+for (const host of document.querySelectorAll('[data-view]')) VIEWS[host.dataset.view](host, data);
+document.documentElement.dataset.ready = 'true';

@@ -1,0 +1,56 @@
+/* From per-client, per-seed lists to a mean with its deviation over seeds. null is "not known", never zero. */
+
+const known = (values) => values.filter((value) => value !== null && value !== undefined);
+const average = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
+function estimate(values) {
+  const list = known(values);
+  if (!list.length) return null;
+  const mean = average(list);
+  const square = list.reduce((sum, value) => sum + (value - mean) ** 2, 0);
+  return { mean, deviation: list.length > 1 ? Math.sqrt(square / (list.length - 1)) : null, count: list.length };
+}
+
+/* As results.within_spread: null where one seed cannot tell. */
+function withinSpread(a, b) {
+  if (a.deviation === null || b.deviation === null) return null;
+  return Math.abs(a.mean - b.mean) <= Math.hypot(a.deviation, b.deviation) + 1e-12;
+}
+
+/* One number from a list over clients: their mean, the worst, or one client's. */
+function ofClients(values, who, higherIsBetter) {
+  if (!values) return null;
+  if (who !== 'mean' && who !== 'worst') return values[Number(who)] ?? null;
+  const list = known(values);
+  if (!list.length) return null;
+  if (who === 'mean') return average(list);
+  return higherIsBetter ? Math.min(...list) : Math.max(...list);
+}
+
+/* A line over rounds: `pick(round)` gives a seed's number in a round, or null where it has none. */
+function curve(series, pick) {
+  const byRound = new Map();
+  for (const run of series.runs) {
+    for (const round of run.rounds) {
+      const value = pick(round);
+      if (value !== null && value !== undefined) byRound.set(round.round, [...(byRound.get(round.round) ?? []), value]);
+    }
+  }
+  return [...byRound].sort(([a], [b]) => a - b).map(([round, values]) => ({ x: round, ...estimate(values) }));
+}
+
+/* A method's final score for each client, over seeds. */
+function finals(series, point, metric, clients) {
+  return clients.map((_, k) => estimate(series.runs.map((run) => run.final[point]?.[metric]?.[k])));
+}
+
+/* Round numbers that cover [low, high] in about `count` steps. */
+function ticks(low, high, count, whole = false) {
+  const rough = (high - low) / count || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  let step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+  if (whole) step = Math.max(1, Math.round(step));
+  const first = Math.ceil(low / step - 1e-9);
+  const last = Math.floor(high / step + 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(12)));
+}

@@ -1,0 +1,323 @@
+"""What the page shows, computed from results: the tables, and the plain data its charts draw from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from pf2lora import results
+from pf2lora.report import numbers
+from pf2lora.results import Estimate
+
+COLORS = 8  # --c0 … --c7 in report.css
+RANK_ROUNDS = 40  # rank pictures kept per seed: enough for a slider, and the file stays small
+LABELS = 7  # labels drawn on their own; the rest of a long list is summed as "other"
+
+
+@dataclass(frozen=True)
+class Series:
+    """One method of one run: a row of the tables, a line of the charts."""
+
+    result: dict[str, Any]
+    method: str
+    run: str  # the run's name; empty where the page shows one run only
+    color: int
+    dash: int
+
+    @property
+    def name(self) -> str:
+        return str(self.result["methods"][self.method]["label"])
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} · {self.run}" if self.run else self.name
+
+    @property
+    def seeds(self) -> list[dict[str, Any]]:
+        runs: list[dict[str, Any]] = self.result["methods"][self.method]["runs"]
+        return runs
+
+    def cost(self, *path: str) -> Estimate | None:
+        """A cost over the seeds, such as `seconds` or `bytes_per_round`, `adapter`."""
+        return results.estimate(_follow(run, path) for run in self.seeds)
+
+
+def _follow(value: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        value = value[name]
+    return value
+
+
+def all_series(runs: list[dict[str, Any]], names: list[str]) -> list[Series]:
+    """Every method of every run. A method keeps its colour from run to run; the dashes tell runs apart."""
+    methods = list(dict.fromkeys(method for result in runs for method in result["methods"]))
+    return [
+        Series(
+            result,
+            method,
+            name if len(runs) > 1 else "",
+            methods.index(method) % COLORS,
+            i + methods.index(method) // COLORS,
+        )
+        for i, (result, name) in enumerate(zip(runs, names))
+        for method in result["methods"]
+    ]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A score with its deviation, and how it stands against the best of its column."""
+
+    value: str
+    deviation: str
+    mark: str  # "best", "within the spread", or empty
+    gap: str  # the difference from the best, where it is more than the spread or there is none
+
+
+EMPTY = Cell("–", "", "", "")
+
+
+def ranked(estimates: list[Estimate | None], metric: dict[str, Any]) -> list[Cell]:
+    """A column of scores, the best marked, and with it those the seeds cannot tell from it."""
+    known = [e for e in estimates if e is not None]
+    if not known:
+        return [EMPTY] * len(estimates)
+    pick = max if metric["higher_is_better"] else min
+    best = pick(known, key=lambda e: e.mean)
+    return [EMPTY if e is None else _cell(e, best, metric, len(known)) for e in estimates]
+
+
+def _cell(e: Estimate, best: Estimate, metric: dict[str, Any], rivals: int) -> Cell:
+    value = numbers.score(e.mean, metric)
+    deviation = "" if e.deviation is None else numbers.score(e.deviation, metric)
+    gap = numbers.score(e.mean - best.mean, metric, signed=True)
+    if rivals == 1:
+        return Cell(value, deviation, "", "")
+    if e.mean == best.mean:
+        return Cell(value, deviation, "best", "")
+    if results.within_spread(e, best):
+        return Cell(value, deviation, "within the spread", gap)
+    return Cell(value, deviation, "", gap)
+
+
+def headline(series: list[Series], metric: str) -> list[dict[str, Any]]:
+    """The rows of the headline table. Best is marked among rows that were tested on the same clients."""
+    info = series[0].result["metrics"][metric]
+    groups = [series] if same_clients([s.result for s in series]) else _by_run(series)
+    rows = []
+    for group in groups:
+
+        def column(point: results.Point, what: str, group: list[Series] = group) -> list[Cell]:
+            return ranked([results.score(s.result, s.method, point, metric, what) for s in group], info)
+
+        columns = zip(
+            group, column("served", "mean"), column("before_averaging", "mean"), column("served", "worst")
+        )
+        for s, served, before, worst in columns:
+            spread = results.score(s.result, s.method, "served", metric, "spread")
+            rows.append(
+                {
+                    "series": s,
+                    "served": served,
+                    "before": before,
+                    "worst": worst,
+                    "spread": numbers.score(spread and spread.mean, info),
+                    "parameters": numbers.count(
+                        _mean(s.cost("parameters", "common"), s.cost("parameters", "client"))
+                    ),
+                    "bytes": numbers.size(_mean(s.cost("bytes_per_round", "adapter"))),
+                    "seconds": numbers.duration(_mean(s.cost("seconds"))),
+                }
+            )
+    return rows
+
+
+def _by_run(series: list[Series]) -> list[list[Series]]:
+    return [[s for s in series if s.run == run] for run in dict.fromkeys(s.run for s in series)]
+
+
+def _mean(*parts: Estimate | None) -> float | None:
+    """The sum of the parts' means; None where a part is unknown."""
+    known = [p.mean for p in parts if p is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def costs(series: list[Series]) -> list[dict[str, Any]]:
+    """The rows of the cost table: each figure as text, and as a share of the column's largest for its bar."""
+    figures = {
+        "common": (numbers.count, [_mean(s.cost("parameters", "common")) for s in series]),
+        "client": (numbers.count, [_mean(s.cost("parameters", "client")) for s in series]),
+        "head": (numbers.count, [_mean(s.cost("parameters", "head")) for s in series]),
+        "adapter_bytes": (numbers.size, [_mean(s.cost("bytes_per_round", "adapter")) for s in series]),
+        "all_bytes": (
+            numbers.size,
+            [_mean(s.cost("bytes_per_round", "adapter"), s.cost("bytes_per_round", "head")) for s in series],
+        ),
+        "flops": (numbers.flops, [_mean(s.cost("flops_per_round")) for s in series]),
+        "seconds": (numbers.duration, [_mean(s.cost("seconds")) for s in series]),
+        "memory": (numbers.size, [_mean(s.cost("peak_memory_bytes")) for s in series]),
+    }
+    rows: list[dict[str, Any]] = [{"series": s, "cells": []} for s in series]
+    for text, values in figures.values():
+        largest = max((v for v in values if v is not None), default=0) or 1
+        for row, value in zip(rows, values):
+            row["cells"].append({"text": text(value), "share": round((value or 0) / largest, 4)})
+    return rows
+
+
+def client_data(result: dict[str, Any]) -> dict[str, Any]:
+    """Each client's rows by label, the most frequent labels first, the rest summed as "other"."""
+    totals: dict[str, int] = {}
+    for client in result["clients"]:
+        for label, rows in client["labels"].items():
+            totals[label] = totals.get(label, 0) + rows
+    by_size = sorted(totals, key=lambda label: -totals[label])
+    # A long list is cut; a list that just fits is not cut for the sake of one label.
+    named = by_size if len(by_size) <= LABELS + 1 else by_size[:LABELS]
+    shown = [label for label in totals if label in named]
+    largest = max(client["train"] for client in result["clients"]) or 1
+    rows = []
+    for client in result["clients"]:
+        parts = [(label, client["labels"].get(label, 0)) for label in shown]
+        if len(named) < len(by_size):
+            parts.append(("other", sum(client["labels"].values()) - sum(rows for _, rows in parts)))
+        total = sum(size for _, size in parts)
+        described = [f"{label}: {size} ({size / total:.0%})" for label, size in parts if size]
+        sizes = f"{client['train']} rows to train on, {client['test']} to test on"
+        rows.append(
+            {
+                "client": client,
+                "size": round(client["train"] / largest, 4),
+                "parts": [
+                    {"color": i % COLORS, "rows": size, "share": round(size / total, 4) if total else 0}
+                    for i, (_, size) in enumerate(parts)
+                ],
+                "text": f"{client['name']}: " + ", ".join([sizes, *described]),
+                "tip": "\n".join([client["name"], sizes, *described]),
+            }
+        )
+    other = [f"other ({len(by_size) - len(named)})"] if len(named) < len(by_size) else []
+    return {"labels": shown + other, "rows": rows}
+
+
+def warnings(series: list[Series]) -> list[dict[str, Any]]:
+    """Every warning once, with the methods and seeds that gave it."""
+    found: dict[str, list[str]] = {}
+    for s in series:
+        for run in s.seeds:
+            for text in run["warnings"]:
+                found.setdefault(text, []).append(f"{s.label}, seed {run['seed']}")
+    return [{"text": text, "sources": sources} for text, sources in found.items()]
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """A config as `section.key`: value, as one would write it in TOML."""
+    rows: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            rows |= flat(value, f"{prefix}{key}.")
+        else:
+            rows[prefix + key] = _toml(value)
+    return rows
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return "–" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def config_differences(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """The settings in which the runs differ."""
+    configs = [
+        {"base model": _toml(r["base_model"])} | flat(r["config"]) | {"machine": str(r["machine"].get("name"))}
+        for r in runs
+    ]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [(key, [config.get(key, "–") for config in configs]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def same_clients(runs: list[dict[str, Any]]) -> bool:
+    """Whether the runs have the same clients, so that their scores are measured on the same rows."""
+    return all(r["clients"] == runs[0]["clients"] for r in runs)
+
+
+def parts_present(runs: list[dict[str, Any]]) -> dict[str, bool]:
+    """Which sections have something to show."""
+    seeds = [seed for result in runs for method in result["methods"].values() for seed in method["runs"]]
+    rounds = [entry for seed in seeds for entry in seed["rounds"]]
+    return {
+        "clients": same_clients(runs),
+        "ranks": any(entry["ranks"] for entry in rounds),
+        "shares": any(entry["client_share"] or entry["second_order_share"] for entry in rounds),
+        "examples": len(runs) == 1 and bool(runs[0]["examples"]),
+    }
+
+
+def seed_counts(series: list[Series]) -> str:
+    """`3`, or `1 to 3` where methods have different numbers of seeds."""
+    counts = sorted({len(s.seeds) for s in series})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def payload(series: list[Series], metric: str) -> dict[str, Any]:
+    """What the page's script draws from: no texts that it does not show, figures with five digits."""
+    first = series[0].result
+    runs = list({id(s.result): s.result for s in series}.values())
+    common = {name: info for name, info in first["metrics"].items() if all(name in r["metrics"] for r in runs)}
+    return _rounded(
+        {
+            "metric": metric,
+            "metrics": common,
+            "clients": [c["name"] for c in first["clients"]] if same_clients(runs) else [],
+            "series": [
+                {
+                    "method": s.method,
+                    "label": s.label,
+                    "color": s.color,
+                    "dash": s.dash,
+                    "runs": [_run_payload(run, list(common)) for run in s.seeds],
+                }
+                for s in series
+            ],
+            "examples": first["examples"] if len(runs) == 1 else [],
+        }
+    )
+
+
+def _run_payload(run: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
+    """One seed: its final scores per client, and its rounds."""
+    with_ranks = [r["round"] for r in run["rounds"] if r["ranks"] is not None]
+    kept = _thinned(with_ranks, RANK_ROUNDS)
+    shown = ("round", "train_loss", *results.POINTS, "client_share", "second_order_share")
+    return {
+        "seed": run["seed"],
+        "layers": run["layers"],
+        "final": {
+            point: {m: (run[point].get(m) or {}).get("per_client") for m in metrics} if run[point] else None
+            for point in results.POINTS
+        },
+        "rounds": [
+            {key: r[key] for key in shown} | ({"ranks": r["ranks"]} if r["round"] in kept else {})
+            for r in run["rounds"]
+        ],
+    }
+
+
+def _thinned(rounds: list[int], most: int) -> set[int]:
+    """At most `most` of the rounds, evenly, with the first and the last."""
+    if len(rounds) <= most:
+        return set(rounds)
+    return {rounds[round(i * (len(rounds) - 1) / (most - 1))] for i in range(most)}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
