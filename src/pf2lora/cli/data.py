@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
@@ -194,42 +195,39 @@ def show(
 
 def describe(spec: DataSpec) -> str:
     """The data in a few words, for a title."""
-    source = (
-        GLUE[spec.dataset].title
-        if spec.dataset
-        else ("one file per client" if spec.client_column is None else "pooled files")
-    )
-    if spec.dataset is None and spec.partition is not None:
-        source = "pooled files"
+    if spec.dataset is None and spec.partition is None and spec.client_column is None:
+        return "one file per client"
+    source = GLUE[spec.dataset].title if spec.dataset else "pooled files"
     rules = {
         "heterogeneity": f"heterogeneity {spec.heterogeneity:g}",
         "dirichlet": f"Dirichlet({spec.dirichlet_alpha:g})",
         "column": f"by column {spec.partition_column}",
         "groups": f"groups of {spec.partition_column}",
+        "client column": f"by column {spec.client_column}",
     }
-    rule = spec.partition or ("heterogeneity" if spec.dataset else None)
-    given = f"by column {spec.client_column}" if spec.client_column else ""
-    return ", ".join(filter(None, [source, rules[rule] if rule else given]))
+    return f"{source}, {rules[spec.partition or ('heterogeneity' if spec.dataset else 'client column')]}"
 
 
 def print_summary(summary: Summary, console: Console, title: str) -> None:
     """A table: one line per client with sizes and a bar for each label's share of its training rows."""
     shown = summary.with_most(max(2, min(6, (console.width - 36) // 16)))
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None)
+    table = Table(
+        title=escape(title), title_justify="left", title_style="bold", header_style="bold", box=None
+    )
     table.add_column("client", overflow="fold")
     table.add_column("train", justify="right")
     table.add_column("test", justify="right")
     for name in shown.labels:
-        table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=20)
+        table.add_column(escape(name), no_wrap=True, overflow="ellipsis", max_width=20)
     for i, client in enumerate(shown.clients):
         sizes = [f"{part[i].sum():,}" for part in (shown.train, shown.test)]
-        table.add_row(client, *sizes, *map(_bar, shown.train_shares[i]))
+        table.add_row(escape(client), *sizes, *map(_bar, shown.train_shares[i]))
     totals = [f"{part.sum():,}" for part in (shown.train, shown.test)]
     shares = shown.train.sum(axis=0) / shown.train.sum()
     table.add_section()
     table.add_row("all", *totals, *map(_bar, shares), style="dim")
     console.print(table)
-    console.print(_remarks(summary), highlight=False, style="dim")
+    console.print(_remarks(summary), highlight=False, markup=False, style="dim")
 
 
 def _bar(share: float, width: int = 8) -> str:

@@ -156,7 +156,7 @@ def _share_out(pool: Pool, spec: DataSpec, seed: int) -> list[Client[TextRow]]:
     names, rule = PARTITIONS[spec.partition or "heterogeneity"](pool, spec, seed)
     for name in names:
         check_name(name, "partition")
-    parts = rule(pool.train_keys), rule(pool.test_keys)
+    parts = _parts(rule, pool.train_keys, "training rows"), _parts(rule, pool.test_keys, "test rows")
     for name, train, test in zip(names, *parts):
         if len(train) + len(test) < MINIMUM_ROWS:
             raise UserError(
@@ -167,6 +167,13 @@ def _share_out(pool: Pool, spec: DataSpec, seed: int) -> list[Client[TextRow]]:
 
 
 Rule = Callable[[Sequence[str]], partition.Parts]
+
+
+def _parts(rule: Rule, keys: Sequence[str], which: str) -> partition.Parts:
+    try:
+        return rule(keys)
+    except UserError as error:
+        raise UserError(f"{which}: {error}") from None
 
 
 def _heterogeneity(pool: Pool, spec: DataSpec, seed: int) -> tuple[list[str], Rule]:
