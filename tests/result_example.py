@@ -75,9 +75,11 @@ def _client(rng: random.Random, name: str) -> dict[str, Any]:
 def _run(
     rng: random.Random, name: str, seed: int, ease: list[float], rounds: int, layers: int
 ) -> dict[str, Any]:
-    _, goal, cost, personal = METHODS[name]
+    _, _, cost, personal = METHODS[name]
     taste = [rng.gauss(0, 0.012) for _ in ease]
-    history = [_round(rng, r, rounds, name, [e + t for e, t in zip(ease, taste)], layers) for r in range(rounds)]
+    history = [
+        _round(rng, r, rounds, name, [e + t for e, t in zip(ease, taste)], layers) for r in range(rounds)
+    ]
     final = history[-1]
     return {
         "seed": seed,
@@ -113,7 +115,11 @@ def _round(
         accuracy = [min(0.995, 0.5 + (level + e - 0.5) * progress + rng.gauss(0, 0.006)) for e in ease]
         matthews: list[float | None] = [2 * a - 1 for a in accuracy]
         matthews[-1] = None  # undefined where the test rows have one label only
-        return {"accuracy": list(accuracy), "matthews": matthews, "loss": [1.6 * (1 - a) + 0.1 for a in accuracy]}
+        return {
+            "accuracy": list(accuracy),
+            "matthews": matthews,
+            "loss": [1.6 * (1 - a) + 0.1 for a in accuracy],
+        }
 
     evaluated = index % 2 == 1 or index == rounds - 1
     trained: list[float | None] = [0.7 - 0.55 * progress * (0.8 + 4 * e) + rng.gauss(0, 0.01) for e in ease]
@@ -159,7 +165,10 @@ def _examples(names: list[str]) -> list[dict[str, Any]]:
         {
             "client": name,
             "prompt": f"name : {place} | Type : pub | price : cheap | familyFriendly : yes | near : Café Adriatic",
-            "references": [texts[1].format(place), f"For families there is {place}, a cheap pub near Café Adriatic."],
+            "references": [
+                texts[1].format(place),
+                f"For families there is {place}, a cheap pub near Café Adriatic.",
+            ],
             "outputs": {
                 method: texts[(i + j) % len(texts)].format(place) for j, method in enumerate(METHODS)
             },

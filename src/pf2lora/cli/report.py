@@ -17,7 +17,9 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders. One: its report; several: a comparison.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="The file to write (default: RUN/report.html for one run, ./report.html for several)."),
+        typer.Option(
+            help="The file to write (default: RUN/report.html for one run, ./report.html for several)."
+        ),
     ] = None,
 ) -> None:
     """Write a run's report.html again, or compare several runs in one page."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -12,11 +11,20 @@ from typing import Any
 
 from pf2lora import __version__
 from pf2lora.errors import UserError
-from pf2lora.report import findings, views
+from pf2lora.report import findings, payload, views
 
 HERE = Path(__file__).parent
 # One script in this order: each file uses names of those before it.
-SCRIPTS = ("dom.js", "stats.js", "linechart.js", "curves.js", "clients.js", "ranks.js", "examples.js", "main.js")
+SCRIPTS = (
+    "dom.js",
+    "stats.js",
+    "linechart.js",
+    "curves.js",
+    "clients.js",
+    "ranks.js",
+    "examples.js",
+    "main.js",
+)
 GENERATOR = "pf2lora report"
 
 
@@ -65,7 +73,7 @@ def render(runs: list[dict[str, Any]], names: list[str] | None = None) -> str:
         theme_script=Markup(theme),
         script=Markup(script),
         style=Markup(_text("report.css")),
-        data=Markup(embedded(views.payload(series, metric))),
+        data=Markup(payload.embedded(payload.payload(series, metric))),
         runs=runs,
         names=names,
         has=views.parts_present(runs),
@@ -79,6 +87,7 @@ def render(runs: list[dict[str, Any]], names: list[str] | None = None) -> str:
         findings=findings.findings(runs[0]) if len(runs) == 1 else [],
         client_data=views.client_data(runs[0]),
         config=views.flat(runs[0]["config"]),
+        machine=views.machine(runs[0]),
         differences=views.config_differences(runs),
     )
 
@@ -98,17 +107,12 @@ def shared_metric(runs: list[dict[str, Any]]) -> str:
     raise UserError(f"the runs measure no common metric ({', '.join(run['metric'] for run in runs)})")
 
 
-def embedded(data: Any) -> str:
-    """JSON that is safe inside a script element: no `<`, so that no text of a user can end or open one."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
 def _distinct(names: list[str]) -> list[str]:
     """The names, numbered where two are the same."""
-    return [f"{name} ({names[: i + 1].count(name)})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+    return [
+        f"{name} ({names[: i + 1].count(name)})" if names.count(name) > 1 else name
+        for i, name in enumerate(names)
+    ]
 
 
 def _text(name: str) -> str:

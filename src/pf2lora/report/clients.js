@@ -2,12 +2,17 @@
 
 function clientsView(host, data) {
   const names = data.series.map((series) => series.method);
-  const fallback = (wanted, other) => { const i = names.indexOf(wanted); return i >= 0 && i !== other ? i : data.series.length > 1 ? (other === 0 ? 1 : 0) : 0; };
-  const own = names.find((name) => name.startsWith('pf2lora')) ?? names[0];
-  const method = Math.max(0, names.indexOf(own));
-  const state = { method, baseline: fallback('local', method), metric: data.metric, point: 'served' };
+  const method = Math.max(0, names.findIndex((name) => name.startsWith('pf2lora')));
+  const others = names.map((_, i) => i).filter((i) => i !== method);
+  const baseline = others.find((i) => names[i] === 'local') ?? others[0] ?? method;
+  const state = { method, baseline, metric: data.metric, point: 'served' };
+  const summary = el('p', { class: 'verdict', 'aria-live': 'polite' });
   const body = el('div');
-  const draw = () => body.replaceChildren(...comparison(data, state));
+  const draw = () => {
+    const [text, ...parts] = comparison(data, state);
+    summary.textContent = text;
+    body.replaceChildren(...parts);
+  };
   const set = (key) => (value) => { state[key] = key === 'metric' || key === 'point' ? value : Number(value); draw(); };
   const options = data.series.map((series, i) => [i, series.label]);
   const metrics = Object.entries(data.metrics).map(([name, info]) => [name, info.label]);
@@ -15,10 +20,11 @@ function clientsView(host, data) {
     select('Method', options, state.method, set('method')),
     select('Against', options, state.baseline, set('baseline')),
     select('Score', metrics, state.metric, set('metric')),
-    segments('Taken', POINTS, 'served', set('point'))), body);
+    segments('Taken', POINTS, 'served', set('point'))), summary, body);
   draw();
 }
 
+/* The summary's text, then the dot plot and its table. */
 function comparison(data, state) {
   const info = data.metrics[state.metric];
   const [method, baseline] = [data.series[state.method], data.series[state.baseline]];
@@ -29,23 +35,28 @@ function comparison(data, state) {
     gain: scores[k] && others[k] ? sign * (scores[k].mean - others[k].mean) : null }));
   rows.sort((a, b) => (b.gain ?? -Infinity) - (a.gain ?? -Infinity));
   const measured = rows.filter((row) => row.score);
-  if (!measured.length) return [el('p', { class: 'empty' }, `${method.label} has no such scores: it has no point before averaging.`)];
+  if (!measured.length) return [`${method.label} has no such scores${state.point === 'served' ? '' : ': it has no point before averaging'}.`];
   const worst = measured.reduce((low, row) => sign * row.score.mean < sign * low.score.mean ? row : low);
   const ends = rows.flatMap((row) => [row.score, row.other]).filter(Boolean).flatMap((e) => [e.mean - (e.deviation ?? 0), e.mean + (e.deviation ?? 0)]);
   const [low, high] = [Math.min(...ends), Math.max(...ends)];
   const place = (value) => `${(3 + 94 * (high === low ? 0.5 : (value - low) / (high - low))).toFixed(2)}%`;
+  const plane = { place, steps: ticks(low, high, 4) };
   const caption = `${info.label}${info.percent ? ' in %' : ''} per client, largest gain first`;
   return [
-    el('p', { class: 'verdict', 'aria-live': 'polite' }, verdict(rows, method, baseline, worst, info)),
-    el('div', { class: 'scroll' }, el('table', { class: 'dots' }, el('caption', {}, caption),
+    verdict(rows, method, baseline, worst, info),
+    el('div', { class: 'scroll' }, el('table', { class: 'dots' }, tableCaption(caption),
       el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'Client'),
         el('th', { scope: 'col', class: 'track' }, el('span', { class: 'key' }, dotKey(baseline, true), baseline.label), ' ', el('span', { class: 'key' }, dotKey(method, false), method.label)),
         el('th', { scope: 'col', class: 'number' }, 'Difference'))),
-      el('tbody', {}, rows.map((row) => clientRow(row, method, baseline, row === worst, info, place, sign))))),
+      el('tbody', {}, rows.map((row) => clientRow(row, method, baseline, row === worst, info, plane, sign))),
+      el('tfoot', { 'aria-hidden': 'true' }, el('tr', {}, el('td'), el('td', { class: 'track' }, scaleRow(plane, info)), el('td'))))),
     asTable(`${info.label} of every method, client by client`, () => [['Client', ...data.series.map((series) => series.label)],
       ...data.clients.map((name, k) => [name, ...data.series.map((series) => formatEstimate(finals(series, state.point, state.metric, data.clients)[k], info))])]),
   ];
 }
+
+const scaleRow = ({ place, steps }, info) => svg('svg', { class: 'row-plot', height: 16 },
+  steps.map((value) => svg('text', { x: place(value), y: 12, 'text-anchor': 'middle' }, minus(String(Number((info.percent ? value * 100 : value).toPrecision(6)))))));
 
 const dotKey = (series, hollow) => svg('svg', { width: 12, height: 12, 'aria-hidden': 'true', style: colorOf(series) },
   svg('circle', { class: hollow ? 'hollow' : 'dot', cx: 6, cy: 6, r: 4.5 }));
@@ -59,11 +70,11 @@ function verdict(rows, method, baseline, worst, info) {
   const gain = both.filter((row) => row.gain > 0).length;
   const lose = both.filter((row) => row.gain < 0).length;
   const seeds = both.every((row) => withinSpread(row.score, row.other) === null)
-    ? 'One seed: a spread needs several.' : `${unclear} of these differences ${unclear === 1 ? 'is' : 'are'} within the seeds’ spread.`;
+    ? 'One seed: a spread needs several.' : `${unclear || 'None'} of these differences ${unclear === 1 ? 'is' : 'are'} within the seeds’ spread.`;
   return `${method.label} against ${baseline.label}: ${gain} ${gain === 1 ? 'client gains' : 'clients gain'}, ${lose} ${lose === 1 ? 'loses' : 'lose'}. ${seeds} ${low}`;
 }
 
-function clientRow(row, method, baseline, isWorst, info, place, sign) {
+function clientRow(row, method, baseline, isWorst, info, { place, steps }, sign) {
   const unclear = row.gain !== null && withinSpread(row.score, row.other);
   const text = `${row.name}\n${method.label}: ${formatEstimate(row.score, info)}\n${baseline.label}: ${formatEstimate(row.other, info)}${unclear ? '\nwithin the seeds’ spread' : ''}`;
   const tone = row.gain === null || unclear || row.gain === 0 ? 'even' : row.gain > 0 ? 'gain' : 'loss';
@@ -71,7 +82,7 @@ function clientRow(row, method, baseline, isWorst, info, place, sign) {
     ? svg('line', { class: 'whisker', style: colorOf(series), x1: place(e.mean - e.deviation), x2: place(e.mean + e.deviation), y1: 14, y2: 14 }) : null;
   const dot = (e, series, kind) => e ? svg('circle', { class: kind, style: colorOf(series), cx: place(e.mean), cy: 14, r: 5.5 }) : null;
   const graph = svg('svg', { class: 'row-plot', height: 28, role: 'img', tabindex: 0, 'data-tip': text, 'aria-label': text.replaceAll('\n', ', ') },
-    svg('line', { class: 'guide', x1: '0%', x2: '100%', y1: 14, y2: 14 }),
+    steps.map((value) => svg('line', { class: 'guide', x1: place(value), x2: place(value), y1: -5, y2: 33 })),
     row.gain === null ? null : svg('line', { class: `link ${tone}`, x1: place(row.other.mean), x2: place(row.score.mean), y1: 14, y2: 14 }),
     whisker(row.other, baseline), whisker(row.score, method), dot(row.other, baseline, 'hollow'), dot(row.score, method, 'dot'));
   const arrow = { gain: '▲', loss: '▼', even: '' }[tone];

@@ -40,8 +40,10 @@ function asTable(caption, rows) {
   return details;
 }
 
+const tableCaption = (text) => el('caption', {}, el('span', {}, text));
+
 function plainTable(caption, [head, ...body]) {
-  return el('table', {}, el('caption', {}, caption),
+  return el('table', {}, tableCaption(caption),
     el('thead', {}, el('tr', {}, head.map((text) => el('th', { scope: 'col' }, text)))),
     el('tbody', {}, body.map(([first, ...rest]) => el('tr', {},
       el('th', { scope: 'row' }, first), rest.map((text) => el('td', {}, text))))));
@@ -65,7 +67,9 @@ const formatShare = (value) => value === 0 || Math.abs(value) >= 1e-3 ? String(N
 /* One tip for the page, shown for anything with data-tip, on hover and on focus. */
 const tip = {
   node: el('div', { id: 'tip', 'aria-hidden': 'true', hidden: true }),
+  again: null, // shows it anew where the keyboard brought it and the page has scrolled since
   show(content, x, y) {
+    this.again = null;
     this.node.replaceChildren(...content);
     this.node.hidden = false;
     const { width, height } = this.node.getBoundingClientRect();
@@ -73,7 +77,7 @@ const tip = {
     const above = y - height - 12;
     this.node.style.transform = `translate(${Math.max(8, left)}px, ${above < 8 ? y + 16 : above}px)`;
   },
-  hide() { this.node.hidden = true; },
+  hide() { this.node.hidden = true; this.again = null; },
 };
 
 const tipLines = (text) => text.split('\n').map((line, i) => el(i ? 'div' : 'strong', {}, line));
@@ -89,10 +93,14 @@ function startTips() {
   document.addEventListener('focusin', (event) => {
     const node = target(event);
     if (!node) return tip.hide();
-    const box = node.getBoundingClientRect();
-    tip.show(tipLines(node.dataset.tip), box.left + Math.min(box.width / 2, 200), box.top);
+    const show = () => {
+      const box = node.getBoundingClientRect();
+      tip.show(tipLines(node.dataset.tip), box.left + Math.min(box.width / 2, 200), box.top);
+      tip.again = show;
+    };
+    show();
   });
   document.addEventListener('focusout', () => tip.hide());
   document.addEventListener('keydown', (event) => { if (event.key === 'Escape') tip.hide(); });
-  document.addEventListener('scroll', () => tip.hide(), { passive: true, capture: true });
+  document.addEventListener('scroll', () => { if (tip.again) tip.again(); else tip.hide(); }, { passive: true, capture: true });
 }

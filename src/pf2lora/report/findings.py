@@ -54,7 +54,9 @@ class _View:
 
     def gains(self, method: str, baseline: str) -> dict[int, tuple[float, bool | None]]:
         """Per client: how much better `method` is than `baseline`, and whether that is within the spread."""
-        pairs = zip(*(results.client_scores(self.result, m, "served", self.metric) for m in (method, baseline)))
+        pairs = zip(
+            *(results.client_scores(self.result, m, "served", self.metric) for m in (method, baseline))
+        )
         return {
             k: (self.sign * (a.mean - b.mean), results.within_spread(a, b))
             for k, (a, b) in enumerate(pairs)
@@ -69,9 +71,10 @@ def _best(view: _View) -> str:
     first, rest = view.order[0], view.order[1:]
     seeds = view.served[first].count
     over = f"mean over {_plural(len(view.result['clients']), 'client')} and {_plural(seeds, 'seed')}"
-    text = f"As served, {view.label(first)} scores best: {view.number(view.served[first])} {view.info['label']} ({over})."
+    name, figure = view.label(first), f"{view.number(view.served[first])} {view.info['label']} ({over})"
     if not rest:
-        return f"{view.label(first)} reaches {view.number(view.served[first])} {view.info['label']} as served ({over})."
+        return f"{name} reaches {figure} as served."
+    text = f"As served, {name} scores best: {figure}."
     if seeds == 1:
         return f"{text} This is one seed: whether a difference is more than chance needs several (--seeds 3)."
     close = [m for m in rest if results.within_spread(view.served[m], view.served[first])]
@@ -199,7 +202,8 @@ def _warnings(view: _View) -> str:
     if not total:
         return ""
     names = numbers.listed([view.label(m) for m in counts if counts[m]])
-    return f"{_plural(total, 'warning')} came up in training ({names}): read them below before trusting the scores."
+    them = "it" if total == 1 else "them"
+    return f"{_plural(total, 'warning')} came up in training ({names}): read {them} below before trusting the scores."
 
 
 def _plural(count: int, noun: str) -> str:
@@ -207,5 +211,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _within(within: bool | None) -> str:
-    """The words after a difference; with one seed there is nothing to say."""
-    return {True: ", within the seeds’ spread", False: ", more than the seeds’ spread", None: ""}[within]
+    """The words after a difference: what the seeds say of it."""
+    return {True: ", within the seeds’ spread", False: ", more than the seeds’ spread", None: " in one seed"}[
+        within
+    ]

@@ -28,7 +28,8 @@ function lineChart(host, { title, lines, format, tickFormat = format, log = fals
   const frame = scales(host, drawn, log);
   const root = svg('svg', { width: frame.width, height: frame.height, viewBox: `0 0 ${frame.width} ${frame.height}`, tabindex: 0, role: 'img',
     'aria-label': `${summary(title, drawn, format)} Left and right arrow keys read the rounds.` });
-  root.append(axes(frame, tickFormat), ...drawn.map((line) => lineGroup(line, frame)));
+  // The first method lies on top of those it is compared with.
+  root.append(axes(frame, tickFormat), ...drawn.toReversed().map((line) => lineGroup(line, frame)));
   const status = el('div', { class: 'quiet', 'aria-live': 'polite' });
   const table = asTable(title, () => lineRows(drawn, format));
   host.replaceChildren(heading, el('div', { class: 'plot' }, root), status, table);
@@ -42,9 +43,10 @@ function scales(host, lines, log) {
   const height = Math.round(Math.min(320, Math.max(220, width * 0.55)));
   const margin = { top: 12, right: 14, bottom: 38, left: 54 };
   const positive = log && points.every((point) => point.mean > 0);
-  const bounds = points.flatMap((point) => positive ? [point.mean] : [point.mean - (point.deviation ?? 0), point.mean + (point.deviation ?? 0)]);
+  const means = points.map((point) => point.mean);
+  const useLog = positive && Math.max(...means) / Math.min(...means) > 20;
+  const bounds = useLog ? means : points.flatMap(({ mean, deviation }) => [mean - (deviation ?? 0), mean + (deviation ?? 0)]);
   let [low, high] = [Math.min(...bounds), Math.max(...bounds)];
-  const useLog = positive && high / low > 20;
   if (useLog) [low, high] = [10 ** Math.floor(Math.log10(low)), 10 ** Math.ceil(Math.log10(high))];
   else if (low === high) [low, high] = [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1];
   else [low, high] = [low - (high - low) * 0.04, high + (high - low) * 0.04];
@@ -62,7 +64,7 @@ function axes(frame, format) {
   const steps = frame.useLog
     ? Array.from({ length: Math.round(Math.log10(high / low)) + 1 }, (_, i) => low * 10 ** i)
     : ticks(low, high, 5);
-  const across = ticks(xs[0], xs.at(-1), Math.max(2, Math.floor(width / 90)), true).filter((x) => x >= xs[0]);
+  const across = ticks(xs[0], xs.at(-1), Math.max(2, Math.floor(width / 65)), true).filter((x) => x >= xs[0]);
   return svg('g', { class: 'axes' },
     steps.map((value) => svg('g', { transform: `translate(0 ${frame.y(value)})` },
       svg('line', { x1: margin.left, x2: width - margin.right }),
@@ -116,7 +118,9 @@ function follow(root, lines, frame, format, status) {
     const box = root.getBoundingClientRect();
     tip.show([el('strong', {}, `round ${x}`), ...rows(x).map(({ series, point }) => el('div', { class: 'tip-row' },
       swatch(series), el('span', {}, series.label), el('b', {}, formatPoint(point, format))))], box.left + frame.x(x), box.top + box.height * 0.55);
-    if (spoken) status.textContent = `Round ${x}: ${rows(x).map(({ series, point }) => `${series.label} ${formatPoint(point, format)}`).join(', ')}`;
+    if (!spoken) return;
+    tip.again = () => show(true);
+    status.textContent = `Round ${x}: ${rows(x).map(({ series, point }) => `${series.label} ${formatPoint(point, format)}`).join(', ')}`;
   };
   const hide = () => { rule.setAttribute('visibility', 'hidden'); tip.hide(); };
   root.addEventListener('pointermove', (event) => {

@@ -22,7 +22,7 @@ function startDataSwitch() {
   }
 }
 
-const data = JSON.parse(document.getElementById('data').textContent);
+const data = JSON.parse(document.getElementById('report-data').textContent);
 startTips();
 startTheme();
 startDataSwitch();

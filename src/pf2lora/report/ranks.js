@@ -24,7 +24,8 @@ function ranksView(host, data) {
 }
 
 const rankRounds = (run) => { const list = run.rounds.filter((round) => round.ranks); return list.length ? list : null; };
-const topRank = (series) => Math.max(1, ...series.flatMap((item) => item.runs).flatMap((run) => run.rounds).flatMap((round) => (round.ranks ?? []).flat()));
+const topRank = (series) => series.flatMap((item) => item.runs).flatMap((run) => run.rounds)
+  .reduce((top, round) => (round.ranks ?? []).flat().reduce((high, rank) => Math.max(high, rank ?? 0), top), 1);
 
 function rankPicture(data, run, state, top) {
   const rounds = rankRounds(run);
@@ -50,7 +51,7 @@ function rankPicture(data, run, state, top) {
   return [
     el('div', { class: 'slider' }, el('label', { for: slider.id }, 'Round'), slider, output),
     el('div', { class: 'scroll' }, el('table', { class: 'heat' },
-      el('caption', {}, `Learned rank per client and layer (directions that hold 90 % of s·BA + s̃·DC), 0 to ${top}. Arrow keys move between the cells.`),
+      tableCaption(`Learned rank per client and layer (directions that hold 90 % of s·BA + s̃·DC), 0 to ${top}. Arrow keys move between the cells.`),
       el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'Client'),
         names.map((name, i) => el('th', { scope: 'col', class: 'layer', 'data-tip': run.layers[i] }, el('span', {}, name))), el('th', { scope: 'col', class: 'mean' }, 'mean'))),
       el('tbody', {}, cells.map((row, k) => el('tr', {}, el('th', { scope: 'row' }, data.clients[k] ?? `client ${k + 1}`), row, means[k]))))),
@@ -62,7 +63,7 @@ function paintRank(cell, rank, top, text) {
   cell.textContent = rank ?? '–';
   cell.dataset.tip = text;
   cell.style.setProperty('--v', (rank ?? 0) / top);
-  cell.classList.toggle('deep', (rank ?? 0) / top > 0.55);
+  cell.classList.toggle('deep', (rank ?? 0) / top > 0.6);
 }
 
 /* One tab stop for the whole grid; the arrow keys move inside it. */

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ from pf2lora.report import numbers
 from pf2lora.results import Estimate
 
 COLORS = 8  # --c0 … --c7 in report.css
-RANK_ROUNDS = 40  # rank pictures kept per seed: enough for a slider, and the file stays small
 LABELS = 7  # labels drawn on their own; the rest of a long list is summed as "other"
 
 
@@ -103,34 +101,39 @@ def _cell(e: Estimate, best: Estimate, metric: dict[str, Any], rivals: int) -> C
 
 def headline(series: list[Series], metric: str) -> list[dict[str, Any]]:
     """The rows of the headline table. Best is marked among rows that were tested on the same clients."""
-    info = series[0].result["metrics"][metric]
     groups = [series] if same_clients([s.result for s in series]) else _by_run(series)
-    rows = []
-    for group in groups:
+    return [row for group in groups for row in _headline_rows(group, metric)]
 
-        def column(point: results.Point, what: str, group: list[Series] = group) -> list[Cell]:
-            return ranked([results.score(s.result, s.method, point, metric, what) for s in group], info)
 
-        columns = zip(
-            group, column("served", "mean"), column("before_averaging", "mean"), column("served", "worst")
-        )
-        for s, served, before, worst in columns:
-            spread = results.score(s.result, s.method, "served", metric, "spread")
-            rows.append(
-                {
-                    "series": s,
-                    "served": served,
-                    "before": before,
-                    "worst": worst,
-                    "spread": numbers.score(spread and spread.mean, info),
-                    "parameters": numbers.count(
-                        _mean(s.cost("parameters", "common"), s.cost("parameters", "client"))
-                    ),
-                    "bytes": numbers.size(_mean(s.cost("bytes_per_round", "adapter"))),
-                    "seconds": numbers.duration(_mean(s.cost("seconds"))),
-                }
-            )
-    return rows
+def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
+    """Rows whose scores can be ranked against each other."""
+    info = series[0].result["metrics"][metric]
+
+    def estimates(point: results.Point, what: str) -> list[Estimate | None]:
+        return [results.score(s.result, s.method, point, metric, what) for s in series]
+
+    columns = zip(
+        series,
+        ranked(estimates("served", "mean"), info),
+        ranked(estimates("before_averaging", "mean"), info),
+        ranked(estimates("served", "worst"), info),
+        estimates("served", "spread"),
+    )
+    return [
+        {
+            "series": s,
+            "served": served,
+            "before": before,
+            "worst": worst,
+            "spread": numbers.score(_mean(spread), info),
+            "parameters": numbers.count(
+                _mean(s.cost("parameters", "common"), s.cost("parameters", "client"))
+            ),
+            "bytes": numbers.size(_mean(s.cost("bytes_per_round", "adapter"))),
+            "seconds": numbers.duration(_mean(s.cost("seconds"))),
+        }
+        for s, served, before, worst, spread in columns
+    ]
 
 
 def _by_run(series: list[Series]) -> list[list[Series]]:
@@ -230,10 +233,20 @@ def _toml(value: Any) -> str:
     return "–" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
 
 
+def machine(result: dict[str, Any]) -> dict[str, str]:
+    """What it ran on, sizes as people read them."""
+    return {
+        key.removesuffix("_bytes"): numbers.size(value) if key.endswith("_bytes") else str(value)
+        for key, value in result["machine"].items()
+    }
+
+
 def config_differences(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     """The settings in which the runs differ."""
     configs = [
-        {"base model": _toml(r["base_model"])} | flat(r["config"]) | {"machine": str(r["machine"].get("name"))}
+        {"base model": _toml(r["base_model"])}
+        | flat(r["config"])
+        | {"machine": str(r["machine"].get("name"))}
         for r in runs
     ]
     keys = dict.fromkeys(key for config in configs for key in config)
@@ -262,62 +275,3 @@ def seed_counts(series: list[Series]) -> str:
     """`3`, or `1 to 3` where methods have different numbers of seeds."""
     counts = sorted({len(s.seeds) for s in series})
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-
-
-def payload(series: list[Series], metric: str) -> dict[str, Any]:
-    """What the page's script draws from: no texts that it does not show, figures with five digits."""
-    first = series[0].result
-    runs = list({id(s.result): s.result for s in series}.values())
-    common = {name: info for name, info in first["metrics"].items() if all(name in r["metrics"] for r in runs)}
-    return _rounded(
-        {
-            "metric": metric,
-            "metrics": common,
-            "clients": [c["name"] for c in first["clients"]] if same_clients(runs) else [],
-            "series": [
-                {
-                    "method": s.method,
-                    "label": s.label,
-                    "color": s.color,
-                    "dash": s.dash,
-                    "runs": [_run_payload(run, list(common)) for run in s.seeds],
-                }
-                for s in series
-            ],
-            "examples": first["examples"] if len(runs) == 1 else [],
-        }
-    )
-
-
-def _run_payload(run: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
-    """One seed: its final scores per client, and its rounds."""
-    with_ranks = [r["round"] for r in run["rounds"] if r["ranks"] is not None]
-    kept = _thinned(with_ranks, RANK_ROUNDS)
-    shown = ("round", "train_loss", *results.POINTS, "client_share", "second_order_share")
-    return {
-        "seed": run["seed"],
-        "layers": run["layers"],
-        "final": {
-            point: {m: (run[point].get(m) or {}).get("per_client") for m in metrics} if run[point] else None
-            for point in results.POINTS
-        },
-        "rounds": [
-            {key: r[key] for key in shown} | ({"ranks": r["ranks"]} if r["round"] in kept else {})
-            for r in run["rounds"]
-        ],
-    }
-
-
-def _thinned(rounds: list[int], most: int) -> set[int]:
-    """At most `most` of the rounds, evenly, with the first and the last."""
-    if len(rounds) <= most:
-        return set(rounds)
-    return {rounds[round(i * (len(rounds) - 1) / (most - 1))] for i in range(most)}
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value

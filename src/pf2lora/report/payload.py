@@ -1,0 +1,81 @@
+"""The plain data that the page's charts draw from."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from pf2lora import results
+from pf2lora.report.views import Series, same_clients
+
+RANK_ROUNDS = 40  # rank pictures kept per seed: enough for a slider, and the file stays small
+
+
+def payload(series: list[Series], metric: str) -> dict[str, Any]:
+    """What the page's script draws from: no texts that it does not show, figures with five digits."""
+    first = series[0].result
+    runs = list({id(s.result): s.result for s in series}.values())
+    common = {
+        name: info for name, info in first["metrics"].items() if all(name in r["metrics"] for r in runs)
+    }
+    return _rounded(
+        {
+            "metric": metric,
+            "metrics": common,
+            "clients": [c["name"] for c in first["clients"]] if same_clients(runs) else [],
+            "series": [
+                {
+                    "method": s.method,
+                    "label": s.label,
+                    "color": s.color,
+                    "dash": s.dash,
+                    "runs": [_run_payload(run, list(common)) for run in s.seeds],
+                }
+                for s in series
+            ],
+            "examples": first["examples"] if len(runs) == 1 else [],
+        }
+    )
+
+
+def _run_payload(run: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
+    """One seed: its final scores per client, and its rounds."""
+    with_ranks = [r["round"] for r in run["rounds"] if r["ranks"] is not None]
+    kept = _thinned(with_ranks, RANK_ROUNDS)
+    shown = ("round", "train_loss", *results.POINTS, "client_share", "second_order_share")
+    return {
+        "seed": run["seed"],
+        "layers": run["layers"],
+        "final": {
+            point: {m: (run[point].get(m) or {}).get("per_client") for m in metrics} if run[point] else None
+            for point in results.POINTS
+        },
+        "rounds": [
+            {key: r[key] for key in shown} | ({"ranks": r["ranks"]} if r["round"] in kept else {})
+            for r in run["rounds"]
+        ],
+    }
+
+
+def _thinned(rounds: list[int], most: int) -> set[int]:
+    """At most `most` of the rounds, evenly, with the first and the last."""
+    if len(rounds) <= most:
+        return set(rounds)
+    return {rounds[round(i * (len(rounds) - 1) / (most - 1))] for i in range(most)}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def embedded(data: Any) -> str:
+    """JSON that is safe inside a script element: no `<`, so that no text of a user can end or open one."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
