@@ -13,7 +13,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from pf2lora.errors import unknown
 from pf2lora.layout import Layout
+from pf2lora.optim import OPTIMIZERS, Moments
 
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
 """`F(x, y, batch)`: each client's mean loss on its part of the batch, shape (M,)."""
@@ -51,7 +53,9 @@ def gradients(loss: Tensor, *inputs: Tensor, graph: bool = False) -> tuple[Tenso
     SUM over clients, not mean: a client's gradient must not depend on who trains beside it.
     """
     wrt = [t for t in inputs if t.numel()]
-    found = iter(torch.autograd.grad(loss.sum(), wrt, create_graph=graph, materialize_grads=True))
+    found = iter(
+        torch.autograd.grad(loss.sum(), wrt, create_graph=graph, materialize_grads=True) if wrt else ()
+    )
     return tuple(next(found) if t.numel() else torch.zeros_like(t) for t in inputs)
 
 
@@ -64,12 +68,14 @@ def variable(tensor: Tensor) -> Tensor:
 class Method:
     """A federated method. This base averages x as FedAvg does; a method overrides what it does differently.
 
-    `lr` is the paper's η, the rate of AdamW on x.
+    `lr` is the paper's η, the rate of `optimizer` on x: "adamw" as in the paper's experiments on language, or "sgd"
+    as in its theory.
     """
 
     layout: Layout
     lr: float = 1e-3
     weight_decay: float = 0.01
+    optimizer: str = "adamw"
 
     name: ClassVar[str]
     label: ClassVar[str]
@@ -77,6 +83,14 @@ class Method:
     two_level: ClassVar[bool] = False  # has client adapters y
     pooled: ClassVar[bool] = False  # one learner on everybody's data
     federated: ClassVar[bool] = True  # exchanges anything at all
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+
+    def descend(self, gradient: Tensor, moments: Moments, x: Tensor) -> tuple[Tensor, Moments]:
+        """x after one step of the optimizer, and what the optimizer keeps."""
+        return OPTIMIZERS[self.optimizer](gradient, moments, x, self.lr, weight_decay=self.weight_decay)
 
     def init(self, x: Tensor, y: Tensor) -> State:
         """The state before the first step."""

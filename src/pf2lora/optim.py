@@ -1,7 +1,8 @@
-"""AdamW on flat rows, one row per client; each client has its own moments and its own step count."""
+"""AdamW and SGD on flat rows, one row per client; each client has its own moments and its own step count."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 
 class Moments(NamedTuple):
-    """What AdamW keeps between steps. `step` counts a client's own updates: clients may skip rounds."""
+    """What AdamW keeps between steps (SGD: only the count). `step` counts a client's own updates: some skip rounds."""
 
     mean: Tensor  # (M, P)
     square: Tensor  # (M, P)
@@ -34,8 +35,20 @@ def adamw(
     """One step of decoupled-weight-decay Adam; the numbers are those of `torch.optim.AdamW`."""
     first, second = betas
     step = moments.step + 1
+    # In double precision, as torch computes them: 1 − 0.999 is off by 1e-5 in float32.
+    mean_share, square_share = ((1 - beta ** step.double()).to(x.dtype) for beta in betas)
     mean = torch.lerp(moments.mean, gradient, 1 - first)
     square = (moments.square * second).addcmul_(gradient, gradient, value=1 - second)
-    denominator = (square.sqrt() / (1 - second**step).sqrt()).add_(eps)
-    update = (mean / denominator).mul_(lr / (1 - first**step))
+    denominator = (square.sqrt() / square_share.sqrt()).add_(eps)
+    update = (mean / denominator).mul_(lr / mean_share)
     return (x * (1 - lr * weight_decay)).sub_(update), Moments(mean, square, step)
+
+
+def sgd(
+    gradient: Tensor, moments: Moments, x: Tensor, lr: float, *, weight_decay: float = 0.0
+) -> tuple[Tensor, Moments]:
+    """One step of plain gradient descent, with the same decoupled weight decay."""
+    return (x * (1 - lr * weight_decay)).sub_(lr * gradient), moments._replace(step=moments.step + 1)
+
+
+OPTIMIZERS: dict[str, Callable[..., tuple[Tensor, Moments]]] = {"adamw": adamw, "sgd": sgd}

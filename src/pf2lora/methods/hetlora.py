@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pf2lora.errors import UserError
 from pf2lora.method import Loss, Method, Report, State, gradients, variable
-from pf2lora.optim import Moments, adamw, no_moments
+from pf2lora.optim import Moments, no_moments
 
 
 class Ranked(NamedTuple):
@@ -42,6 +42,7 @@ class HetLoRA(Method):
     label: ClassVar[str] = "HETLoRA"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.gamma < 1:
             raise UserError(f"gamma is {self.gamma}; HETLoRA's sparsity parameter lies between 0 and 1")
         if self.weight_by not in ("client", "module"):
@@ -61,7 +62,7 @@ class HetLoRA(Method):
         penalised = loss + self.penalty * self.tail(x_, s.opt.rank)
         kept = self.kept(s.opt.rank, s.x)
         gradient = gradients(penalised, x_)[0] * kept  # truncated entries stay exactly zero
-        x, adam = adamw(gradient, s.opt.adam, s.x, self.lr, weight_decay=self.weight_decay)
+        x, adam = self.descend(gradient, s.opt.adam, s.x)
         return State(x, s.y, s.opt._replace(adam=adam)), Report(loss.detach())
 
     def send(self, s: State) -> tuple[State, Tensor]:

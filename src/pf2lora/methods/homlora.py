@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from pf2lora.method import Loss, Method, Report, State, gradients, variable
-from pf2lora.optim import adamw, no_moments
+from pf2lora.optim import no_moments
 
 
 @dataclass(frozen=True)
@@ -25,5 +25,5 @@ class HomLoRA(Method):
         (batch,) = batches
         x_ = variable(s.x)
         loss = F(x_, s.y, batch)
-        x, opt = adamw(gradients(loss, x_)[0], s.opt, s.x, self.lr, weight_decay=self.weight_decay)
+        x, opt = self.descend(gradients(loss, x_)[0], s.opt, s.x)
         return State(x, s.y, opt), Report(loss.detach())

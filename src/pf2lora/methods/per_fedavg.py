@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pf2lora.hypergradient import bilevel, lower_level
 from pf2lora.method import Loss, Method, Report, State, gradients, variable
-from pf2lora.optim import adamw, no_moments
+from pf2lora.optim import no_moments
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class PerFedAvg(Method):
     draws: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         lower_level(self.hypergradient)
 
     def init(self, x: Tensor, y: Tensor) -> State:
@@ -42,7 +43,7 @@ class PerFedAvg(Method):
 
         u = torch.zeros_like(s.x)
         hyper = bilevel(H, s.x, u, self.client_lr, self.hypergradient, inner, outer, outer, inner)
-        x, opt = adamw(hyper.gradient, s.opt, s.x, self.lr, weight_decay=self.weight_decay)
+        x, opt = self.descend(hyper.gradient, s.opt, s.x)
         return State(x, s.y, opt), Report(hyper.loss, hyper.share)
 
     def personal(self, F: Loss, s: State, batch: Any) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from pf2lora.errors import UserError
 from pf2lora.hypergradient import bilevel, lower_level
 from pf2lora.method import Loss, Method, Report, State
-from pf2lora.optim import adamw, no_moments
+from pf2lora.optim import no_moments
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class PF2LoRA(Method):
     two_level: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         lower_level(self.hypergradient)
         if self.batches not in (2, 4):
             raise UserError(f"batches is {self.batches}; PF2LoRA draws 2 batches a step (π = ζ, ξ = ξ̃) or 4")
@@ -52,5 +53,5 @@ class PF2LoRA(Method):
         if self.zeta_size is not None:
             zeta = zeta.first(self.zeta_size)
         hyper = bilevel(F, s.x, s.y, self.client_lr, self.hypergradient, pi, xi, xi_tilde, zeta)  # lines 5, 6
-        x, opt = adamw(hyper.gradient, s.opt, s.x, self.lr, weight_decay=self.weight_decay)  # line 6
+        x, opt = self.descend(hyper.gradient, s.opt, s.x)  # line 6
         return State(x, hyper.y, opt), Report(hyper.loss, hyper.share)

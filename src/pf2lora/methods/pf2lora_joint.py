@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from pf2lora.method import Loss, Method, Report, State, gradients, variable
-from pf2lora.optim import adamw, no_moments
+from pf2lora.optim import no_moments
 
 
 @dataclass(frozen=True)
@@ -29,5 +29,5 @@ class PF2LoRAJoint(Method):
         x_, y_ = variable(s.x), variable(s.y)
         loss = F(x_, y_, batch)
         gx, gy = gradients(loss, x_, y_)
-        x, opt = adamw(gx, s.opt, s.x, self.lr, weight_decay=self.weight_decay)
+        x, opt = self.descend(gx, s.opt, s.x)
         return State(x, s.y - self.client_lr * gy, opt), Report(loss.detach())
