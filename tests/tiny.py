@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers import BertConfig, DebertaV2Config, GPT2Config, LlamaConfig, MPNetConfig, RobertaConfig
 
-from pf2lora.adapters import AdapterSpec, TwoLevelModel
-from pf2lora.data.batches import Encoded
+from pf2lora.adapters import AdapterSpec, TwoLevelModel, factor_entries
+from pf2lora.data.batches import Batch, BatchSource, Encoded, EncodedSource, batch_rows
+from pf2lora.layout import Entry, Layout
+from pf2lora.method import Loss
+from pf2lora.tasks.classification import Classification
 
 VOCABULARY, WIDTH, LABELS = 50, 16, 3
 SMALL = {"vocab_size": VOCABULARY, "num_labels": LABELS, "pad_token_id": 1}
@@ -53,7 +59,17 @@ def tiny_model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> 
                 parameter.normal_(0, 0.3)
             elif "bias" in name:
                 parameter.normal_(0, 0.1)
-    return model.to(dtype).eval()
+    return in_one_precision(model).to(dtype).eval()
+
+
+def in_one_precision(model: PreTrainedModel) -> PreTrainedModel:
+    """Llama's norms compute in float32 whatever comes in; torch's keep float64, which the tests need."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
+            norm.load_state_dict(module.state_dict())
+            model.set_submodule(name, norm)
+    return model
 
 
 def tiny_two_level(kind: str, **spec: object) -> TwoLevelModel:
@@ -76,3 +92,98 @@ def tiny_data(sizes: Sequence[int], seed: int = 0, longest: int = 12, pad: int =
         starts,
         multiple=1,
     )
+
+
+class Problem(NamedTuple):
+    """Clients with data, a loss, and a start at which every gradient is far from zero."""
+
+    F: Loss
+    source: BatchSource
+    layout: Layout
+    x: Tensor  # (M, P) the same row for every client
+    y: Tensor  # (M, Q)
+    model: TwoLevelModel | None = None
+
+
+def tiny_problem(
+    kind: str,
+    sizes: Sequence[int] = (5, 9, 2),
+    *,
+    batch: int = 3,
+    names: Sequence[str] | None = None,
+    moved: bool = True,
+    model: PreTrainedModel | None = None,
+    **spec: object,
+) -> Problem:
+    """Classification with a tiny model; `moved` starts away from B = D = 0."""
+    wrapped = TwoLevelModel(model or tiny_model(kind), AdapterSpec(**({"rank": 4, "client_rank": 2} | spec)))  # type: ignore[arg-type]
+    names = list(names or [f"client-{k}" for k in range(len(sizes))])
+    x, y = wrapped.initial(0, names, torch.float64)
+    if moved:
+        random = torch.Generator().manual_seed(1)
+        x = x + 0.1 * torch.randn(1, x.shape[1], generator=random, dtype=x.dtype)
+        y = y + 0.1 * torch.randn(y.shape, generator=random, dtype=y.dtype)
+    task = Classification(None, [str(i) for i in range(LABELS)])  # type: ignore[arg-type]
+    source = EncodedSource(tiny_data(sizes), names, batch, 0, keyed=wrapped.spec.dropout > 0)
+    return Problem(lambda x, y, b: task.loss(wrapped, x, y, b), source, wrapped.x, x, y, wrapped)
+
+
+@dataclass(frozen=True)
+class RegressionSource:
+    """Rows `(u, target)` of each client; batches as the engine draws them."""
+
+    inputs: list[Tensor]  # per client (rows, n)
+    targets: list[Tensor]  # per client (rows, m)
+    names: list[str]
+    size: int = 4
+    seed: int = 0
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(rows) for rows in self.inputs]
+
+    def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
+        rows = [batch_rows(self.seed, self.names[k], self.sizes[k], i, self.size) for k, i in zip(clients, numbers)]
+        inputs = torch.cat([self.inputs[k][at] for k, at in zip(clients, rows)])
+        targets = torch.cat([self.targets[k][at] for k, at in zip(clients, rows)])
+        return Batch(len(clients), {"inputs": inputs, "targets": targets})
+
+
+def regression_problem(
+    sizes: Sequence[int] = (7, 12, 3), *, rank: int = 4, client_rank: int = 2, modules: int = 2, seed: int = 0
+) -> Problem:
+    """`modules` adapted linear maps `R^6 -> R^5`, applied side by side and summed through tanh; a shared head bias."""
+    n, m = 6, 5
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    entries = [e for i in range(modules) for e in factor_entries(f"w{i}", "A", "B", rank, m, n)]
+    entries.append(Entry("head", "head", (m,), "bias"))
+    common = Layout(tuple(entries), sum(e.size for e in entries))
+    own = Layout(
+        tuple(e for i in range(modules) for e in factor_entries(f"w{i}", "C", "D", client_rank, m, n))
+        if client_rank
+        else (),
+        0,
+    )
+
+    def F(x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        p, q = common.unpack(x), own.unpack(y)
+        u = batch.tensors["inputs"].unflatten(0, (batch.clients, -1))
+        out = p["head.bias"].unsqueeze(1)
+        for i in range(modules):
+            W = p[f"w{i}.B"] @ p[f"w{i}.A"]
+            if client_rank:
+                W = W + q[f"w{i}.D"] @ q[f"w{i}.C"]
+            out = out + torch.tanh(u @ W.mT)
+        return (out - batch.tensors["targets"].view_as(out)).square().mean((1, 2))
+
+    source = RegressionSource(
+        [normal(rows, n) for rows in sizes],
+        [normal(rows, m) for rows in sizes],
+        [f"client-{k}" for k in range(len(sizes))],
+    )
+    x = 0.5 * normal(1, common.size).expand(len(sizes), -1).clone()
+    return Problem(F, source, common, x, 0.5 * normal(len(sizes), own.size))

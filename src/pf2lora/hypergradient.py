@@ -46,6 +46,8 @@ def exact(F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any) -> Lo
 
     def second_order(v: Tensor) -> Tensor:
         x_, g = (x_pi, g_pi) if shared else lower_gradient(zeta, graph=True)[::2]
+        if not g.requires_grad:  # there is no y, or x has no part in its gradient
+            return torch.zeros_like(x)
         return alpha * torch.autograd.grad(g, x_, v, materialize_grads=True)[0]
 
     return Lower(loss.detach(), g_pi.detach(), second_order)
