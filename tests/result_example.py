@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
+from pathlib import Path
 from typing import Any
 
+HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 METHODS = {  # name: (label, accuracy it tends to, what averaging costs it, has a client adapter)
     "pf2lora": ("PF2LoRA", 0.905, 0.012, True),
     "pf2lora-joint": ("PF2LoRA (joint)", 0.901, 0.015, True),
@@ -176,3 +179,63 @@ def _examples(names: list[str]) -> list[dict[str, Any]]:
         for i, name in enumerate(names)
         for place in places[: 1 + i % 2]
     ]
+
+
+def small(**scores: list[float]) -> dict[str, Any]:
+    """A result in which each method has these served means, one per seed, the same for both clients."""
+    result = make_result(clients=2, seeds=max(map(len, scores.values())), rounds=2, layers=2)
+    result["methods"] = {name: result["methods"][name] for name in result["methods"] if name in scores}
+    for name, values in scores.items():
+        runs = result["methods"][name]["runs"]
+        result["methods"][name]["runs"] = runs[: len(values)]
+        for run, value in zip(runs, values):
+            run["served"]["accuracy"] = table([value, value])
+            run["before_averaging"] = run["before_averaging"] and {"accuracy": table([value, value])}
+    return result
+
+
+def sparse() -> dict[str, Any]:
+    """Everything null that may be null."""
+    result = make_result(clients=2, seeds=1, rounds=3, layers=2)
+    result["methods"] = {name: result["methods"][name] for name in ("pf2lora", "local")}
+    for method in result["methods"].values():
+        for run in method["runs"]:
+            run["before_averaging"] = run["flops_per_round"] = run["peak_memory_bytes"] = None
+            run["served"]["accuracy"] = {
+                "per_client": [None, 0.5],
+                "mean": 0.5,
+                "worst": None,
+                "spread": None,
+            }
+            for entry in run["rounds"]:
+                for key in ("served", "before_averaging", "client_share", "second_order_share", "ranks"):
+                    entry[key] = None
+                entry["train_loss"] = [None, None]
+    for client in result["clients"]:
+        client["labels"] = {}
+    return result
+
+
+def hostile() -> dict[str, Any]:
+    """A result in which every text from outside is markup."""
+    result = make_result(clients=2, seeds=2, rounds=4, layers=2, task="generation")
+    result["title"] = result["base_model"] = HOSTILE
+    result["config"] = {HOSTILE: HOSTILE}
+    result["versions"] = {HOSTILE: HOSTILE}
+    result["clients"][0] |= {"name": HOSTILE, "labels": {HOSTILE: 3, "</script>": 4}}
+    for method in result["methods"].values():
+        method["label"] = HOSTILE
+        for run in method["runs"]:
+            run["warnings"] = [HOSTILE]
+            run["layers"][0] = HOSTILE
+    for example in result["examples"]:
+        example |= {"client": HOSTILE, "prompt": HOSTILE, "references": [HOSTILE]}
+        example["outputs"] = dict.fromkeys(example["outputs"], HOSTILE)
+    return result
+
+
+def write(folder: Path, content: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / "result.json").write_text(text, encoding="utf-8")
+    return folder

@@ -86,7 +86,7 @@ function clientRow(row, method, baseline, isWorst, info, { place, steps }, sign)
     row.gain === null ? null : svg('line', { class: `link ${tone}`, x1: place(row.other.mean), x2: place(row.score.mean), y1: 14, y2: 14 }),
     whisker(row.other, baseline), whisker(row.score, method), dot(row.other, baseline, 'hollow'), dot(row.score, method, 'dot'));
   const arrow = { gain: '▲', loss: '▼', even: '' }[tone];
-  return el('tr', {}, el('th', { scope: 'row' }, row.name, isWorst ? el('span', { class: 'badge worst' }, 'worst') : null),
+  return el('tr', {}, el('th', { scope: 'row' }, row.name, isWorst ? ' ' : null, isWorst ? el('span', { class: 'badge worst' }, 'worst') : null),
     el('td', { class: 'track' }, graph),
     el('td', { class: `number ${tone}` }, row.gain === null ? '–' : `${arrow} ${formatScore(sign * row.gain, info, true)}`.trim(),
       unclear ? el('small', {}, 'within the spread') : null));

@@ -13,7 +13,7 @@ RANK_ROUNDS = 40  # rank pictures kept per seed: enough for a slider, and the fi
 
 
 def payload(series: list[Series], metric: str) -> dict[str, Any]:
-    """What the page's script draws from: no texts that it does not show, figures with five digits."""
+    """What the page's script draws from: no texts that it does not show, figures with six digits."""
     first = series[0].result
     runs = list({id(s.result): s.result for s in series}.values())
     common = {
@@ -67,7 +67,7 @@ def _thinned(rounds: list[int], most: int) -> set[int]:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
+        return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list) else value
