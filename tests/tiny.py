@@ -49,10 +49,12 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-def tiny_model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+def tiny_model(
+    kind: str, seed: int = 0, dtype: torch.dtype = torch.float64, config: PretrainedConfig | None = None
+) -> PreTrainedModel:
     """A random classifier; the weights are larger than usual so that gradients are far from zero."""
     torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_config(CONFIGS[kind])
+    model = AutoModelForSequenceClassification.from_config(config or CONFIGS[kind])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -31,7 +30,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "xlm-roberta": BERT_LIKE,
     "electra": BERT_LIKE,
     "mpnet": Architecture(("attn.q", "attn.v")),
-    "distilbert": Architecture(("q_lin", "v_lin")),
+    "distilbert": Architecture(("q_lin", "v_lin"), extra_head=("pre_classifier",)),
     "deberta-v2": Architecture(("query_proj", "value_proj"), extra_head=("pooler",)),
     "gpt2": Architecture(("attn.c_attn",), fused=("q", "k", "v"), adapted_parts=("q", "v")),
     "llama": LLAMA_LIKE,
@@ -73,7 +72,7 @@ def disentangled_attention_bias(
 
     `query_layer` and `key_layer` are (examples · heads, tokens, d), client-major.
     """
-    from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
+    from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position, scaled_size_sqrt
 
     if relative_pos is None:
         relative_pos = build_relative_position(
@@ -98,7 +97,7 @@ def disentangled_attention_bias(
         grouped = content.view(position.shape[0], -1, heads, *content.shape[1:])
         raw = (grouped @ position.mT).flatten(0, 2)
         picked = raw.gather(-1, index.clamp(0, 2 * span - 1).expand(raw.shape[0], -1, -1))
-        return picked / math.sqrt(content.shape[-1] * scale_factor)
+        return picked / scaled_size_sqrt(content, scale_factor).to(content.dtype)  # rounded as the model rounds it
 
     bias = torch.zeros((), dtype=query_layer.dtype, device=query_layer.device)
     if "c2p" in self.pos_att_type:
