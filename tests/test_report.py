@@ -133,6 +133,24 @@ def test_nothing_is_fetched(full: dict[str, Any]) -> None:
     assert "default-src 'none'" in page
 
 
+def luminance(color: str) -> float:
+    """The relative luminance of `#rrggbb`, as WCAG 2 defines it."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_colours_can_be_told_from_the_paper_in_both_themes(full: dict[str, Any]) -> None:
+    found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", render([full]))
+    names = {name: themes for name, *themes in found}
+    limits = dict.fromkeys([f"c{i}" for i in range(views.COLORS)], 3.0)
+    limits |= dict.fromkeys(["ink", "faint", "accent", "gain", "loss"], 4.5)
+    for name, limit in limits.items():
+        for color, paper in zip(names[name], names["paper"]):
+            low, high = sorted([luminance(color), luminance(paper)])
+            assert (high + 0.05) / (low + 0.05) >= limit, f"--{name}: {color} on {paper}"
+
+
 def test_without_script_the_table_and_the_text_are_there(full: dict[str, Any]) -> None:
     page = render([full])
     for method in full["methods"]:

@@ -73,7 +73,8 @@ const tip = {
     this.node.replaceChildren(...content);
     this.node.hidden = false;
     const { width, height } = this.node.getBoundingClientRect();
-    const left = Math.min(Math.max(8, x + 14), document.documentElement.clientWidth - width - 8);
+    const page = document.documentElement.clientWidth;
+    const left = Math.min(x > page / 2 ? x - width - 14 : x + 14, page - width - 8);
     const above = y - height - 12;
     this.node.style.transform = `translate(${Math.max(8, left)}px, ${above < 8 ? y + 16 : above}px)`;
   },
