@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from pf2lora.architectures import ARCHITECTURES, HEADS, Architecture, stack_relative_positions
 from pf2lora.errors import UserError
 from pf2lora.layout import Entry, Kind, Layout
+from pf2lora.models import fresh_parameters
 from pf2lora.randomness import generator, keep_mask
 
 
@@ -189,10 +191,14 @@ class TwoLevelModel:
             adapted[name] = layer
         return adapted
 
+    @property
+    def head_roots(self) -> list[str]:
+        """The modules that make up the task's head."""
+        return [n for n, _ in self.model.named_children() if n in HEADS + self.architecture.extra_head]
+
     def _stack_heads(self) -> dict[str, ClientLinear]:
-        roots = [n for n, _ in self.model.named_children() if n in HEADS + self.architecture.extra_head]
         heads: dict[str, ClientLinear] = {}
-        for root in roots:
+        for root in self.head_roots:
             for name, module in list(self.model.get_submodule(root).named_modules(prefix=root)):
                 if isinstance(module, nn.Linear):
                     self.model.set_submodule(name, ClientLinear(module, name))
@@ -225,29 +231,43 @@ class TwoLevelModel:
     ) -> tuple[Tensor, Tensor]:
         """The first x and y: the same A for every client, each client its own C, as LoRA initialises A; B = D = 0.
 
-        The head starts where the model's own does.
+        A head that the checkpoint holds starts from it, a new one as transformers starts it, by the seed.
         """
         heads = {
-            f"{n}.{which}": p for n, head in self.heads.items() for which, p in head.base.named_parameters()
+            f"{name}.{which}": parameter
+            for name, head in self.heads.items()
+            for which, parameter in head.base.named_parameters()
+            if f"{name}.{which}" not in fresh_parameters(self.model)
         }
-        x = torch.cat([first_values(e, generator(seed, "common", e.name), heads) for e in self.x.entries])
-        y = [
-            torch.cat([first_values(e, generator(seed, "client", name, e.name), {}) for e in self.y.entries])
-            if self.y.entries
-            else torch.zeros(0)
-            for name in names
-        ]
-        return x.to(dtype).expand(len(names), -1).clone(), torch.stack(y).to(dtype)
+        deviation = getattr(self.model.config, "initializer_range", 0.02)
+
+        def row(layout: Layout, *owner: str) -> Tensor:
+            values = [
+                first_values(e, generator(seed, *owner, e.name), heads, deviation) for e in layout.entries
+            ]
+            return torch.cat(values) if values else torch.zeros(0)
+
+        x = row(self.x, "common").to(dtype).expand(len(names), -1).clone()
+        return x, torch.stack([row(self.y, "client", name) for name in names]).to(dtype)
 
     def __call__(self, x: Tensor, y: Tensor, *, key: Tensor | None = None, **inputs: Any) -> Any:
         """The model's output for M clients' examples, client-major, with their adapters."""
+        with self.bound(x, y, key) as model:
+            return model(**inputs)
+
+    @contextmanager
+    def bound(self, x: Tensor, y: Tensor, key: Tensor | None = None) -> Iterator[PreTrainedModel]:
+        """The transformers model with the M clients' adapters in place, for calls of its own such as `generate`.
+
+        Its batches are client-major; beam search repeats each example in place, which keeps them so.
+        """
         common, own = self.x.unpack(x), self.y.unpack(y)
         for layer in self.adapted.values():
             layer.bind(common, own, key)
         for head in self.heads.values():
             head.bind(common)
         try:
-            return self.model(**inputs)
+            yield self.model
         finally:
             self.unbind()
 
@@ -257,6 +277,12 @@ class TwoLevelModel:
             layer.unbind()
         for head in self.heads.values():
             head.unbind()
+
+    def remove(self) -> None:
+        """Give the base model its own layers back, so that it can be adapted anew."""
+        self.unbind()
+        for name, layer in [*self.adapted.items(), *self.heads.items()]:
+            self.model.set_submodule(name, layer.base)
 
     @property
     def layer_names(self) -> list[str]:
@@ -268,12 +294,16 @@ def factor_entries(name: str, down: Kind, up: Kind, rank: int, m: int, n: int) -
     return [Entry(name, down, (rank, n)), Entry(name, up, (m, rank))]
 
 
-def first_values(entry: Entry, random: torch.Generator, heads: Mapping[str, Tensor]) -> Tensor:
-    """Kaiming-uniform with a = √5 for A and C, as LoRA does: uniform in ±1/√n. Zero for B and D."""
-    if entry.kind == "head":
+def first_values(
+    entry: Entry, random: torch.Generator, heads: Mapping[str, Tensor], deviation: float
+) -> Tensor:
+    """A and C Kaiming-uniform with a = √5, as LoRA does: uniform in ±1/√n; B and D zero; a new head normal."""
+    if entry.name in heads:
         return heads[entry.name].detach().float().cpu().flatten()
-    if entry.kind in ("B", "D"):
+    if entry.kind in ("B", "D") or entry.parameter == "bias":
         return torch.zeros(entry.size)
+    if entry.kind == "head":
+        return torch.randn(entry.size, generator=random) * deviation
     bound = 1 / math.sqrt(entry.shape[1])
     return (torch.rand(entry.size, generator=random) * 2 - 1) * bound
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -54,7 +54,26 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(auto_class: Any, name: str, dtype: torch.dtype, **config: Any) -> PreTrainedModel:
-    """The base model in `dtype`; `config` overrides entries of its configuration (labels, padding token)."""
+    """The base model in `dtype`; `config` overrides entries of its configuration (labels, padding token).
+
+    It remembers which parameters the checkpoint did not hold: a new head is initialised anew for every seed.
+    """
     settings = load(AutoConfig, name, **config)
-    model: PreTrainedModel = load(auto_class, name, config=settings, dtype=dtype)
-    return model
+    options = {
+        "config": settings,
+        "dtype": dtype,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }
+    model, info = load(auto_class, name, **options)
+    mismatched = {key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]}
+    setattr(model, FRESH, frozenset(info["missing_keys"]) | mismatched)
+    return cast(PreTrainedModel, model)
+
+
+FRESH = "parameters_not_in_checkpoint"
+
+
+def fresh_parameters(model: PreTrainedModel) -> frozenset[str]:
+    """The names of the parameters that no checkpoint gave."""
+    return getattr(model, FRESH, frozenset())

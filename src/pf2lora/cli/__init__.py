@@ -1,1 +1,59 @@
 """The command line: one file per group of commands; nothing here imports torch before a command runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from pf2lora.cli import data, score
+from pf2lora.cli.data import ListCommand
+from pf2lora.cli.demo import demo
+from pf2lora.cli.report import report
+from pf2lora.cli.train import compare, train
+from pf2lora.cli.use import evaluate, export, onboard, predict
+from pf2lora.errors import UserError
+
+app = typer.Typer(
+    help="Personalized federated LoRA fine-tuning of language models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(rich_help_panel="Run")(demo)
+app.command(cls=ListCommand, rich_help_panel="Run")(train)
+app.command(cls=ListCommand, rich_help_panel="Run")(compare)
+app.command(rich_help_panel="Use a run")(predict)
+app.command(rich_help_panel="Use a run")(evaluate)
+app.command(rich_help_panel="Use a run")(onboard)
+app.command(rich_help_panel="Use a run")(export)
+app.command(rich_help_panel="Use a run")(report)
+app.add_typer(data.app, name="data", rich_help_panel="Look")
+app.add_typer(score.app, name="score", rich_help_panel="Look")
+
+
+def version(show: bool) -> None:
+    if show:
+        from pf2lora import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(
+        False, "--version", callback=version, is_eager=True, help="Show the version."
+    ),
+) -> None:
+    """Personalized federated LoRA fine-tuning of language models."""
+
+
+def main() -> None:
+    """Bad input is one line on standard error and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"pf2lora: {error}", file=sys.stderr)
+        sys.exit(2)

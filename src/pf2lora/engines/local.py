@@ -57,6 +57,7 @@ class Round(NamedTuple):
     report: Report  # (steps, K) for the K clients that took part
     before: State
     served: State
+    common: Tensor  # (shared,) the server's answer
     seconds: float
 
 
@@ -149,7 +150,8 @@ def train(
         report = Report(losses, torch.cat(shares, dim=1).cpu() if shares else None)
         check_finite(losses, [source.names[k] for k in chosen], number)
         weights = merge_weights([source.sizes[k] for k in chosen], schedule.weighting)
-        state = method.receive(state, method.merge(torch.cat(sent), weights.to(home)))
+        common = method.merge(torch.cat(sent), weights.to(home))
+        state = method.receive(state, common)
         for k in chosen:
             steps_done[k] += schedule.steps
-        yield Round(number, chosen, report, before, state, time.perf_counter() - started)
+        yield Round(number, chosen, report, before, state, common, time.perf_counter() - started)

@@ -1,0 +1,65 @@
+"""`pf2lora train` and `pf2lora compare`: federate a model over clients' files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pf2lora.cli.options import configured, read_config
+from pf2lora.config import METHOD_NAMES, Config, to_toml
+from pf2lora.errors import UserError
+
+Out = Annotated[Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday")]
+Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the whole config as TOML and stop.")]
+
+
+@configured
+def train(
+    settings: dict[str, Any],
+    file: Path | None,
+    out: Out = Path("runs/train"),
+    force: Force = False,
+    print_config: PrintConfig = False,
+) -> None:
+    """Train one method on your clients' files; write adapters, scores and a report."""
+    config = read_config(settings, file)
+    if len(config.method) > 1:
+        raise UserError("train takes one method; 'pf2lora compare' takes several")
+    execute(config, out, force, print_config)
+
+
+@configured
+def compare(
+    settings: dict[str, Any],
+    file: Path | None,
+    out: Out = Path("runs/compare"),
+    force: Force = False,
+    print_config: PrintConfig = False,
+) -> None:
+    """Train several methods on the same clients and seeds, and compare them."""
+    config = read_config(settings, file)
+    if "method" not in settings and config.method == Config.method:
+        config = dataclasses.replace(config, method=METHOD_NAMES)
+    execute(config, out, force, print_config)
+
+
+def execute(config: Config, out: Path, force: bool, print_config: bool) -> None:
+    """Run a config and show what came out."""
+    if print_config:
+        typer.echo(to_toml(config), nl=False)
+        return
+    from pf2lora import api
+    from pf2lora.cli.show import console, quiet_libraries, show_clients, show_result
+    from pf2lora.experiment import prepare
+    from pf2lora.run_folder import claim
+
+    quiet_libraries()
+    claim(out, force=force)  # before the model is loaded: a mistaken --out should not cost a minute
+    workload = prepare(config)
+    show_clients(workload)
+    result = api.run(config, out, force=force, on_note=lambda line: console.print(line), workload=workload)
+    show_result(result, out)

@@ -1,0 +1,156 @@
+"""Using a finished run: predict, evaluate, onboard a new client, export a merged model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pf2lora.errors import UserError
+
+Run = Annotated[Path, typer.Argument(help="The run folder.")]
+ClientName = Annotated[str | None, typer.Option("--client", help="Whose model; without, the common one.")]
+Method = Annotated[str | None, typer.Option("--method", help="Which method of a run of several.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
+
+
+def predict(
+    run: Run,
+    texts: Annotated[list[str] | None, typer.Argument(help="The texts to classify.")] = None,
+    client: ClientName = None,
+    file: Annotated[Path | None, typer.Option("--file", help="A file with one text a line.")] = None,
+    method: Method = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Classify texts with a client's model."""
+    from pf2lora.data.client import TextRow
+    from pf2lora.data.files import read_text
+
+    lines = [*(texts or []), *(read_text(file).splitlines() if file else [])]
+    if not lines:
+        raise UserError("nothing to predict: give texts, or --file with one text a line")
+    if any(not line.strip() for line in lines):
+        raise UserError("an empty text cannot be classified")
+    loaded = open_run(run, method, device)
+    if loaded.config.task != "classification":
+        raise UserError(f"{run} is a run of {loaded.config.task}; 'pf2lora generate' is for generation")
+    labels = loaded.saved.labels
+    answers = answer(loaded, client, [TextRow(line, labels[0]) for line in lines])
+    found = []
+    for line, logits in zip(lines, answers):
+        shares = softmax(list(logits))
+        best = max(range(len(labels)), key=lambda i: shares[i])
+        found.append({"text": line, "label": labels[best], "probability": shares[best]})
+    if as_json:
+        typer.echo(json.dumps(found, ensure_ascii=False))
+        return
+    for row in found:
+        typer.echo(f"{row['label']}\t{row['probability']:.3f}\t{row['text']}")
+
+
+def evaluate(
+    run: Run,
+    file: Annotated[Path, typer.Argument(help="A file of labelled rows, as for training.")],
+    client: ClientName = None,
+    method: Method = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Measure a client's model on a file."""
+    from pf2lora.experiment import TASKS
+
+    loaded = open_run(run, method, device)
+    rows = TASKS[loaded.config.task].read(loaded.config, file, loaded.saved.labels)
+    scores = loaded.task.score(answer(loaded, client, rows), rows)
+    if as_json:
+        typer.echo(json.dumps(scores | {"rows": len(rows)}))
+        return
+    typer.echo(f"{len(rows)} rows of {file} with {'the common model' if client is None else client}")
+    show_scores(loaded, {"": scores})
+
+
+def onboard(
+    run: Run,
+    file: Annotated[Path, typer.Argument(help="The newcomer's labelled rows.")],
+    client: Annotated[str, typer.Option("--client", help="The newcomer's name.")],
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", help="Rounds of local steps (default: the run's).")
+    ] = None,
+    method: Method = None,
+    device: Device = "auto",
+) -> None:
+    """Fit a new client's own adapter on the frozen common one, and add the client to the run."""
+    loaded = open_run(run, method, device)
+    from pf2lora.onboarding import onboard as fit_newcomer
+
+    found = fit_newcomer(loaded, client, file, rounds)
+    show_scores(loaded, found)
+    typer.echo(f"{client} is part of the run: {loaded.where / 'clients' / client}")
+
+
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    client: ClientName = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="One merged model instead of base and adapter.")
+    ] = False,
+    method: Method = None,
+) -> None:
+    """Write a client's adapter as a PEFT folder, or merged into the base model."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{str(out)!r} exists and is not empty; choose another --out")
+    loaded = open_run(run, method, "cpu")
+    from pf2lora.export import save_merged, save_peft
+
+    x, y = loaded.client(client)
+    if merge:
+        save_merged(out, loaded.model, x[0], y[0], getattr(loaded.task, "tokenizer"))  # noqa: B009
+    else:
+        save_peft(out, loaded.model, x[0], y[0], loaded.task.name, loaded.config.model)
+    typer.echo(str(out))
+
+
+def open_run(run: Path, method: str | None, device: str) -> Any:
+    from pf2lora.run_folder import read_config
+
+    read_config(run)  # a wrong folder is said before torch is loaded
+    from pf2lora.cli.show import quiet_libraries
+    from pf2lora.run_folder import load_run
+
+    quiet_libraries()
+    return load_run(run, method, device)
+
+
+def answer(loaded: Any, client: str | None, rows: list[Any]) -> list[Any]:
+    """A client's answers to rows, by the same path as in training."""
+    from pf2lora.experiment import on_device
+
+    x, y = loaded.client(client)
+    encoded = on_device(loaded.task.encode([rows], training=False), loaded.device)
+    found: list[Any] = loaded.task.predict(loaded.model, x, y, encoded)[0]
+    return found
+
+
+def softmax(logits: list[float]) -> list[float]:
+    from math import exp
+
+    top = max(logits)
+    weights = [exp(v - top) for v in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def show_scores(loaded: Any, rows: dict[str, dict[str, float | None]]) -> None:
+    from rich.table import Table
+
+    from pf2lora.cli.show import console, score
+
+    metrics = loaded.task.metrics
+    table = Table("", *(m.label for m in metrics.values()))
+    for name, scores in rows.items():
+        table.add_row(name, *(score(scores.get(key), m.percent) for key, m in metrics.items()))
+    console.print(table)

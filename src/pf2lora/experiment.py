@@ -1,0 +1,195 @@
+"""A run, top to bottom: data, model, every method with every seed, one result."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import pf2lora
+from pf2lora import trial as trials
+from pf2lora.config import Config, to_dict
+from pf2lora.data.batches import Encoded
+from pf2lora.data.client import Client
+from pf2lora.errors import UserError
+from pf2lora.methods import METHODS
+from pf2lora.models import load_tokenizer
+from pf2lora.progress import track
+from pf2lora.tasks.base import Task
+from pf2lora.trial import Outcome, Workload
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """What is told about a run while it goes on."""
+
+    on_round: Callable[[str, int, dict[str, Any]], None] = lambda method, seed, record: None
+    on_outcome: Callable[[str, int, Outcome], None] = lambda method, seed, outcome: None
+    on_note: Callable[[str], None] = lambda line: None
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes a CUDA device where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"unknown device {name!r}; give auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r} was asked for, but torch sees no CUDA device here")
+    return device
+
+
+class TaskKind(NamedTuple):
+    """How a kind of task reads its data and is built."""
+
+    load: Callable[
+        [Config], tuple[list[Client[Any]], list[str]]
+    ]  # the clients, and the label names (or none)
+    build: Callable[[Config, list[str]], Task[Any, Any]]
+    read: Callable[[Config, Path, list[str]], list[Any]]  # the rows of one more file
+
+
+def load_texts(config: Config) -> tuple[list[Client[Any]], list[str]]:
+    from pf2lora.data.classification import label_names
+    from pf2lora.data.spec import load
+
+    clients = load(config.data, config.seed)
+    return list(clients), label_names(clients)
+
+
+def build_classification(config: Config, labels: list[str]) -> Task[Any, Any]:
+    from pf2lora.data.spec import headline
+    from pf2lora.tasks.classification import Classification
+
+    tokenizer = load_tokenizer(config.model)
+    return Classification(tokenizer, labels, max_length=config.max_length, headline=headline(config.data))
+
+
+def read_texts(config: Config, file: Path, labels: list[str]) -> list[Any]:
+    from pf2lora.data.classification import check_labels, read_rows
+
+    data = config.data
+    rows = read_rows(file, text=data.text, pair=data.pair, label=data.label)
+    check_labels([Client(file.stem, rows, [])], known=labels)
+    return list(rows)
+
+
+TASKS: dict[str, TaskKind] = {"classification": TaskKind(load_texts, build_classification, read_texts)}
+
+
+def rebuild_task(config: Config, labels: list[str]) -> Task[Any, Any]:
+    """The task of a run that was saved."""
+    return TASKS[config.task].build(config, labels)
+
+
+def on_device(encoded: Encoded, device: torch.device) -> Encoded:
+    """Tokens lie on the device; batches are picked there by index."""
+    return Encoded(
+        {name: column.to(device) for name, column in encoded.token_columns.items()},
+        {name: column.to(device) for name, column in encoded.row_columns.items()},
+        encoded.lengths,
+        encoded.starts,
+        encoded.multiple,
+    )
+
+
+def prepare(config: Config) -> Workload:
+    """Data, tokens and the frozen base model."""
+    if not config.model:
+        raise UserError("no base model is named: --model takes a hub name or a folder")
+    device = choose_device(config.device)
+    kind = TASKS[config.task]
+    clients, labels = kind.load(config)
+    task = kind.build(config, labels)
+    base = task.load_model(config.model, DTYPES[config.precision])
+    base.to(device)  # type: ignore[arg-type]
+    train = on_device(task.encode([client.train for client in clients], training=True), device)
+    test = on_device(task.encode([client.test for client in clients], training=False), device)
+    return Workload(config, task, clients, base, train, test, device)
+
+
+def run(config: Config, watcher: Watcher | None = None, workload: Workload | None = None) -> dict[str, Any]:
+    """Every method with every seed; the result as docs/result.md describes it."""
+    watcher = watcher or Watcher()
+    workload = workload or prepare(config)
+    methods: dict[str, Any] = {}
+    seeds = range(config.seed, config.seed + config.seeds)
+    for name in config.method:
+        if config.hypergradient == "exact" and getattr(METHODS[name], "hypergradient", None):
+            watcher.on_note(
+                f"{name}: exact second order, so its attention runs on the kernel that has a double backward"
+            )
+        methods[name] = {"label": METHODS[name].label, "runs": []}
+        for seed in seeds:
+            outcome = run_one(workload, name, seed, watcher)
+            methods[name]["runs"].append(outcome.record)
+            watcher.on_outcome(name, seed, outcome)
+            outcome.model.remove()
+            del outcome
+            gc.collect()
+    return describe(workload) | {"methods": methods, "examples": []}
+
+
+def run_one(workload: Workload, name: str, seed: int, watcher: Watcher) -> Outcome:
+    """One method with one seed, with its progress."""
+    config = workload.config
+    trial = trials.set_up(workload, name, seed)
+    what = METHODS[name].label + (f", seed {seed}" if config.seeds > 1 else "")
+    taking_part = 1 if METHODS[name].pooled else len(workload.clients)
+    try:
+        with track(config.rounds * config.steps * taking_part, f"{what}: client steps") as advance:
+            return trials.run(trial, lambda record: watcher.on_round(name, seed, record), advance)
+    except BaseException:
+        trial.model.remove()
+        raise
+
+
+def describe(workload: Workload) -> dict[str, Any]:
+    """The parts of a result that no method changes."""
+    config, task = workload.config, workload.task
+    metric = next(iter(task.metrics))
+    return {
+        "format": 1,
+        "title": config.title
+        or f"{', '.join(METHODS[m].label for m in config.method)} on {len(workload.clients)} clients",
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "task": task.name,
+        "metric": metric,
+        "metrics": {name: asdict(m) for name, m in task.metrics.items()},
+        "base_model": config.model,
+        "clients": [
+            {"name": c.name, "train": len(c.train), "test": len(c.test), "labels": task.describe(c.train)}
+            for c in workload.clients
+        ],
+        "config": to_dict(config),
+        "versions": versions(),
+        "machine": machine(workload.device),
+    }
+
+
+def versions() -> dict[str, str]:
+    import transformers
+
+    return {
+        "pf2lora": pf2lora.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    return {"device": str(device), "name": name, "cores": os.cpu_count(), "memory_bytes": memory}

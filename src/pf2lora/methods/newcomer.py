@@ -1,0 +1,42 @@
+"""A client that joins after training: the common adapter stays as it is, only its own is fitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pf2lora.method import Loss, Method, Report, State, gradients, variable
+from pf2lora.optim import no_moments
+
+
+@dataclass(frozen=True)
+class Newcomer(Method):
+    """`y ← y − α ∇_y F(x, y)`, the lower level of PF2LoRA alone; a personal head learns beside it, at rate `lr`."""
+
+    client_lr: float = 0.03
+
+    name: ClassVar[str] = "newcomer"
+    label: ClassVar[str] = "own adapter on the common one"
+    two_level: ClassVar[bool] = True
+    federated: ClassVar[bool] = False
+
+    def init(self, x: Tensor, y: Tensor) -> State:
+        return State(x, y, no_moments(x[:, self.layout.shared :]))
+
+    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
+        (batch,) = batches
+        common, head = s.x[:, : self.layout.shared], s.x[:, self.layout.shared :]
+        head_, y_ = variable(head), variable(s.y)
+        loss = F(torch.cat([common, head_], dim=1), y_, batch)
+        g_head, g_y = gradients(loss, head_, y_)
+        head, opt = self.descend(g_head, s.opt, head)
+        return State(torch.cat([common, head], dim=1), s.y - self.client_lr * g_y, opt), Report(loss.detach())
+
+    def send(self, s: State) -> tuple[State, Tensor]:
+        return s, s.x[:, :0]
+
+    def receive(self, s: State, common: Tensor) -> State:
+        return s

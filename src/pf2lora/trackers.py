@@ -1,0 +1,103 @@
+"""Experiment trackers behind one small interface: TensorBoard, MLflow, Weights & Biases.
+
+A tracker gets means over clients, per round; nobody's data, adapter or per-example value goes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from pf2lora.errors import missing_extra, unknown
+
+
+class Tracker(Protocol):
+    """Where numbers of a run are shown."""
+
+    def log(self, values: dict[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], title: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise missing_extra("tensorboard", "tensorboard", "the tracker 'tensorboard'") from None
+        self.writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self.writer.close()  # type: ignore[no-untyped-call]
+
+
+class MLflow:
+    """A run of the MLflow server that its own environment variables name."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], title: str) -> None:
+        try:
+            import mlflow
+        except ImportError:
+            raise missing_extra("mlflow", "mlflow", "the tracker 'mlflow'") from None
+        self.mlflow = mlflow
+        mlflow.start_run(run_name=title or folder.name)
+        mlflow.log_params({k: v for k, v in config.items() if not isinstance(v, dict)})
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.mlflow.log_metrics(values, step=step)
+
+    def close(self) -> None:
+        self.mlflow.end_run()
+
+
+class WeightsAndBiases:
+    """A run of the project "pf2lora"; WANDB_MODE=offline keeps it here."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], title: str) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise missing_extra("wandb", "wandb", "the tracker 'wandb'") from None
+        self.run = wandb.init(project="pf2lora", name=title or folder.name, dir=str(folder), config=config)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        # Methods follow each other and each counts its rounds from 1, so the round is a value, not wandb's step.
+        self.run.log(values | {"round": step})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+TRACKERS: dict[str, Callable[[Path, dict[str, Any], str], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WeightsAndBiases,
+}
+
+
+def start(names: tuple[str, ...], folder: Path, config: dict[str, Any], title: str) -> list[Tracker]:
+    """The trackers that a config names."""
+    for name in names:
+        if name not in TRACKERS:
+            raise unknown("tracker", name, TRACKERS)
+    return [TRACKERS[name](folder, config, title) for name in names]
+
+
+def round_values(method: str, seed: int, record: dict[str, Any]) -> dict[str, float]:
+    """A round's means over clients, named `method/seed-0/served/accuracy`."""
+    lists = {name: record[name] for name in ("train_loss", "client_share", "second_order_share")}
+    for point in ("served", "before_averaging"):
+        lists |= {f"{point}/{metric}": values for metric, values in (record[point] or {}).items()}
+    out = {}
+    for name, values in lists.items():
+        known = [v for v in values or [] if v is not None]
+        if known:
+            out[f"{method}/seed-{seed}/{name}"] = sum(known) / len(known)
+    return out

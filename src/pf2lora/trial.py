@@ -1,0 +1,292 @@
+"""One method with one seed: train, measure at both points of a round, and say what looks wrong."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pf2lora import costs
+from pf2lora.adapters import AdapterSpec, TwoLevelModel
+from pf2lora.config import Config
+from pf2lora.data.batches import Encoded, EncodedSource
+from pf2lora.data.client import Client
+from pf2lora.engines.local import Round, Schedule, train
+from pf2lora.errors import UserError, unknown
+from pf2lora.method import Loss, Method, State, take
+from pf2lora.methods import METHODS
+from pf2lora.methods.hetlora import initial_ranks
+from pf2lora.ranks import client_share, learned_ranks
+from pf2lora.tasks.base import Task
+
+HARDLY = 1e-5  # a relative change of y over a round below this counts as not moving
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What all methods and seeds of a run share: the task, its clients as tokens, and the frozen base model."""
+
+    config: Config
+    task: Task[Any, Any]
+    clients: list[Client[Any]]
+    base: PreTrainedModel
+    train: Encoded
+    test: Encoded
+    device: torch.device
+
+    @property
+    def names(self) -> list[str]:
+        return [client.name for client in self.clients]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A method, set up and not yet begun."""
+
+    workload: Workload
+    seed: int
+    model: TwoLevelModel
+    method: Method
+    F: Loss
+    source: EncodedSource
+    state: State
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished trial: its record for result.json and each client's served (x, y); `common` is what all share."""
+
+    record: dict[str, Any]
+    x: Tensor  # (clients, P)
+    y: Tensor  # (clients, Q)
+    common: Tensor | None  # (P,)
+    model: TwoLevelModel
+
+
+def adapter_spec(config: Config, name: str) -> AdapterSpec:
+    """The adapter of a method: HETLoRA's has rank r_max, and only two-level methods have a client's own."""
+    rank = config.for_method(name, "rank", config.rank)
+    if name == "hetlora":
+        rank = config.for_method(name, "r_max", rank + rank // 2)
+    client_rank = config.for_method(name, "client_rank", config.client_rank) if METHODS[name].two_level else 0
+    return AdapterSpec(
+        rank=rank,
+        client_rank=client_rank,
+        scaling=config.scaling,
+        client_scaling=config.client_scaling,
+        dropout=config.dropout,
+        targets=config.targets,
+        head=config.head,
+    )
+
+
+def build_method(config: Config, name: str, model: TwoLevelModel, clients: int) -> Method:
+    """The method called `name`, its parameters from `[methods.NAME]`, else from the top-level settings."""
+    kind = METHODS[name]
+    own = set(kind.__dataclass_fields__) - {"layout", "ranks"}
+    ranks = {"r_min", "r_max"} if name == "hetlora" else set()
+    for key in config.methods.get(name, {}):
+        if key not in own | ranks | {"rank", "client_rank"}:
+            raise UserError(f"[methods.{name}]: {unknown('key', key, sorted(own | ranks))}")
+    defaults = {key: getattr(config, key) for key in own if hasattr(config, key)}
+    settings = defaults | {key: v for key, v in config.methods.get(name, {}).items() if key in own}
+    if name == "hetlora":
+        r_max = model.spec.rank
+        r_min = settings.setdefault("r_min", min(config.rank, r_max))
+        settings["ranks"] = tuple(initial_ranks(clients, r_min, r_max))
+    return kind(model.x, **settings)
+
+
+def set_up(workload: Workload, name: str, seed: int) -> Trial:
+    """A method on the workload, from its first state."""
+    config = workload.config
+    model = TwoLevelModel(workload.base, adapter_spec(config, name))
+    pooled = METHODS[name].pooled
+    names = ["pooled"] if pooled else workload.names
+    source = EncodedSource(
+        workload.train.pooled() if pooled else workload.train,
+        names,
+        config.batch_size,
+        seed,
+        config.dropout > 0,
+    )
+    method = build_method(config, name, model, len(names))
+    x, y = model.initial(seed, names)
+    state = method.init(x.to(workload.device), y.to(workload.device))
+    return Trial(workload, seed, model, method, partial(workload.task.loss, model), source, state)
+
+
+def served_models(trial: Trial, state: State, number: int) -> tuple[Tensor, Tensor]:
+    """The (x, y) every client is measured with after round `number`; a pooled learner's is everybody's."""
+    clients = range(len(trial.source.names))
+    x, y = state.x, state.y
+    if type(trial.method).personal is not Method.personal:
+        batch = trial.source.draw(
+            clients, [number * trial.workload.config.steps * trial.method.draws] * len(clients)
+        )
+        x, y = trial.method.personal(trial.F, state, batch)
+    count = len(trial.workload.clients)
+    return (x.expand(count, -1), y.expand(count, -1)) if trial.method.pooled else (x, y)
+
+
+def evaluate(workload: Workload, model: TwoLevelModel, x: Tensor, y: Tensor) -> dict[str, list[float | None]]:
+    """Every metric of every client on its own test data."""
+    answers = workload.task.predict(model, x, y, workload.test)
+    scores = [workload.task.score(a, client.test) for a, client in zip(answers, workload.clients)]
+    return {metric: [finite(s.get(metric)) for s in scores] for metric in scores[0]}
+
+
+def finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
+
+
+def over_clients(values: Sequence[float | None], higher_is_better: bool) -> dict[str, Any]:
+    """A metric's list with its mean, worst client and spread."""
+    known = [v for v in values if v is not None]
+    if not known:
+        return {"per_client": list(values), "mean": None, "worst": None, "spread": None}
+    mean = sum(known) / len(known)
+    return {
+        "per_client": list(values),
+        "mean": mean,
+        "worst": min(known) if higher_is_better else max(known),
+        "spread": math.sqrt(sum((v - mean) ** 2 for v in known) / len(known)),
+    }
+
+
+def evaluation_rounds(config: Config) -> set[int]:
+    """The rounds after which clients are measured: the last always, about ten in all."""
+    every = config.evaluate_every or -(-config.rounds // 10)
+    return {*range(every, config.rounds + 1, every), config.rounds}
+
+
+def run(
+    trial: Trial, on_round: Callable[[dict[str, Any]], None], on_step: Callable[[int], None] = lambda n: None
+) -> Outcome:
+    """Train, and measure as the config says. `on_round` gets each round's record as it happens."""
+    workload, config, method = trial.workload, trial.workload.config, trial.method
+    schedule = Schedule(
+        config.rounds,
+        config.steps,
+        config.participation,
+        config.weighting,
+        config.clients_per_pass,
+        trial.seed,
+    )
+    measured_rounds = evaluation_rounds(config)
+    costs.start_memory_count(workload.device)
+    flops = count_flops(trial, schedule)
+    started, rounds, previous_y = time.perf_counter(), [], trial.state.y
+    still = torch.zeros(len(workload.clients), dtype=torch.bool)
+    for done in train(
+        method, trial.F, trial.state, trial.source, schedule, device=workload.device, on_step=on_step
+    ):
+        record = round_record(trial, done, measured_rounds)
+        if method.two_level:
+            moved = (done.served.y - previous_y).norm(dim=1) / previous_y.norm(dim=1).clamp_min(1e-30)
+            still, previous_y = (moved < HARDLY).cpu(), done.served.y
+        rounds.append(record)
+        on_round(record)
+    seconds = time.perf_counter() - started
+    x, y = served_models(trial, done.served, done.number)
+    last = rounds[-1]
+    record = {
+        "seed": trial.seed,
+        "served": summary(workload, last["served"]),
+        "before_averaging": summary(workload, last["before_averaging"]),
+        "rounds": rounds,
+        "layers": trial.model.layer_names,
+        "parameters": costs.parameters(trial.model.x, trial.model.y),
+        "bytes_per_round": costs.bytes_per_round(method, done.served),
+        "flops_per_round": flops,
+        "seconds": seconds,
+        "peak_memory_bytes": costs.peak_memory(workload.device),
+        "warnings": warnings(workload, rounds, still.tolist()),
+    }
+    common = None if not method.federated and not method.pooled else common_vector(done)
+    return Outcome(record, x, y, common, trial.model)
+
+
+def common_vector(done: Round) -> Tensor:
+    """What all clients share: the server's last answer, and of personal heads, which it never sees, their mean."""
+    return torch.cat([done.common, done.served.x[:, len(done.common) :].mean(0)])
+
+
+def count_flops(trial: Trial, schedule: Schedule) -> float:
+    """Operations of a whole round of all clients, from one counted step of one client."""
+    first = [trial.source.draw([0], [d]) for d in range(trial.method.draws)]
+    one = take(trial.state, [0])
+    counted = costs.flops_of_step(trial.method, trial.F, one, first)
+    return counted * schedule.steps * math.ceil(schedule.participation * len(trial.source.names) - 1e-9)
+
+
+def round_record(trial: Trial, done: Round, measured_rounds: set[int]) -> dict[str, Any]:
+    """A round as result.json and metrics.jsonl hold it."""
+    workload, method, model = trial.workload, trial.method, trial.model
+    count = len(workload.clients)
+
+    def per_client(steps: Tensor | None) -> list[float | None] | None:
+        if steps is None:
+            return None
+        means = steps.mean(0).tolist()
+        if method.pooled:
+            return means * count
+        values: list[float | None] = [None] * count
+        for k, value in zip(done.took_part, means):
+            values[k] = value
+        return values
+
+    record: dict[str, Any] = {
+        "round": done.number,
+        "seconds": done.seconds,
+        "train_loss": per_client(done.report.loss),
+        "served": None,
+        "before_averaging": None,
+        "client_share": None,
+        "second_order_share": per_client(done.report.second_order),
+        "ranks": None,
+    }
+    if done.number in measured_rounds:
+        x, y = served_models(trial, done.served, done.number)
+        record["served"] = evaluate(workload, model, x, y)
+        if method.federated:
+            before = served_models(trial, done.before, done.number)
+            record["before_averaging"] = evaluate(workload, model, *before)
+        scalings = model.spec.scaling, model.spec.client_scaling
+        record["ranks"] = learned_ranks(model.x, model.y, x, y, *scalings).tolist()
+        if method.two_level:
+            shares = client_share(model.x, model.y, x, y, *scalings).tolist()
+            record["client_share"] = [finite(s) for s in shares]
+    return record
+
+
+def summary(workload: Workload, scores: dict[str, list[float | None]] | None) -> dict[str, Any] | None:
+    if scores is None:
+        return None
+    metrics = workload.task.metrics
+    return {name: over_clients(values, metrics[name].higher_is_better) for name, values in scores.items()}
+
+
+def warnings(workload: Workload, rounds: list[dict[str, Any]], still: list[bool]) -> list[str]:
+    """What a user should look at: a loss above its start, client adapters that do not move."""
+    found = []
+    for k, name in enumerate(workload.names):
+        losses = [r["train_loss"][k] for r in rounds if r["train_loss"][k] is not None]
+        if len(losses) > 1 and losses[-1] > losses[0]:
+            found.append(
+                f"client {name!r}: the training loss rose above its start ({losses[0]:.3f} → {losses[-1]:.3f}); "
+                f"a smaller lr or client_lr may help"
+            )
+        if still[k]:
+            found.append(
+                f"client {name!r}: its own adapter has stopped moving (less than {HARDLY:g} of its size in the last "
+                f"round); a larger client_lr may help"
+            )
+    return found
