@@ -1,0 +1,1 @@
+"""Scores as their official scripts give them: pure functions, one file per family."""
