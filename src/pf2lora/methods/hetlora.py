@@ -11,6 +11,7 @@ from torch import Tensor
 from pf2lora.errors import UserError
 from pf2lora.method import Loss, Method, Report, State, gradients, variable
 from pf2lora.optim import Moments, no_moments
+from pf2lora.ranks import product_norm
 
 
 class Ranked(NamedTuple):
@@ -129,11 +130,11 @@ class HetLoRA(Method):
         return total
 
     def product_norms(self, sent: Tensor) -> Tensor:
-        """‖B_kA_k‖_F per client and module, from the small Gram matrices: ‖BA‖² = ⟨BᵀB, AAᵀ⟩."""
+        """‖B_kA_k‖_F per client and module."""
         norms = []
         for up, down in self.layout.pairs("B", "A"):
             B, A = (part(sent, self.layout.offsets[e.name], e.shape) for e in (up, down))
-            norms.append(((B.mT @ B) * (A @ A.mT)).sum((1, 2)).clamp_min(0).sqrt())
+            norms.append(product_norm(A, B))
         return torch.stack(norms, dim=1)
 
 

@@ -1,0 +1,170 @@
+"""`pf2lora reproduce`: the paper's two small experiments, on any machine in a minute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pf2lora.errors import UserError
+
+app = typer.Typer(help="The paper's synthetic experiment and its theorem.", no_args_is_help=True)
+
+Seed = Annotated[int, typer.Option("--seed", help="The first seed.")]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, from --seed on.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite what is in the folder.")]
+
+
+@app.callback()
+def reproduce() -> None:
+    """The paper's synthetic experiment and its theorem."""
+
+
+@app.command()
+def synthetic(
+    out: Annotated[Path, typer.Option("--out", help="Folder of the result.")] = Path("runs/synthetic"),
+    seed: Seed = 0,
+    seeds: Seeds = 1,
+    upper: Annotated[str, typer.Option("--upper", help="Optimizer of x: sgd or adamw.")] = "sgd",
+    noise: Annotated[
+        str, typer.Option("--noise", help="N(0, v): v is the variance or deviation.")
+    ] = "variance",
+    steps: Annotated[int, typer.Option("--steps", help="Training steps (the paper: 2000).")] = 2000,
+    force: Force = False,
+) -> None:
+    """Figure 2: PF2LoRA and HETLoRA on two clients' low-rank regressions."""
+    files = _free(out, "synthetic", force)
+    from pf2lora.progress import track
+    from pf2lora.reproduce.figures import draw_synthetic
+    from pf2lora.reproduce.synthetic import METHODS, Settings, aggregate, run_seed
+
+    settings = Settings(upper=upper, noise=noise, steps=steps)
+    with track(seeds * settings.rounds * len(METHODS), "synthetic, rounds") as advance:
+        runs = [run_seed(s, settings, advance) for s in range(seed, seed + seeds)]
+    result = aggregate(runs, settings)
+    _write(result, files[0])
+    draw_synthetic(result, out)
+    _print_synthetic(result, Console())
+    _name(files)
+
+
+@app.command()
+def theorem(
+    out: Annotated[Path, typer.Option("--out", help="Folder of the result.")] = Path("runs/theorem"),
+    seed: Seed = 0,
+    seeds: Seeds = 5,
+    condition: Annotated[float, typer.Option("--condition", help="Condition number L/µ.")] = 5.0,
+    steps: Annotated[int, typer.Option("--steps", help="The largest T.")] = 30_000,
+    force: Force = False,
+) -> None:
+    """The O(1/T) theorem and its lemma on the hypergradient's bias, measured on strongly convex quadratics."""
+    files = _free(out, "theorem", force)
+    from pf2lora.progress import track
+    from pf2lora.reproduce.figures import draw_theorem
+    from pf2lora.reproduce.theorem import Settings, run
+
+    settings = Settings(condition=condition, steps=steps)
+    with track(steps, "theorem, steps") as advance:
+        result = run(list(range(seed, seed + seeds)), settings, advance)
+    _write(result, files[0])
+    draw_theorem(result, out)
+    _print_theorem(result, Console())
+    _name(files)
+
+
+def _free(folder: Path, name: str, force: bool) -> list[Path]:
+    """The files of a result, found out before the work to be writable and not to overwrite anything."""
+    files = [folder / f"{name}.{kind}" for kind in ("json", "svg", "png")]
+    existing = [file for file in files if file.exists()]
+    if existing and not force:
+        raise UserError(
+            f"{existing[0]} exists already: name another folder with --out, or overwrite it with --force"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: no folder can be made here: {error.strerror}") from None
+    return files
+
+
+def _write(result: dict[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(_rounded(result), allow_nan=False, separators=(",", ":")) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    """Seven digits are more than any figure shows, and half the file."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, dict):
+        return {key: _rounded(v) for key, v in value.items()}
+    return [_rounded(v) for v in value] if isinstance(value, list) else value
+
+
+def _name(files: list[Path]) -> None:
+    Console().print(*files, sep="\n", highlight=False, markup=False, soft_wrap=True)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < 3 else "right")
+    return table
+
+
+def _print_synthetic(result: dict[str, Any], console: Console) -> None:
+    from pf2lora.reproduce.figures import ROWS
+
+    count = len(result["seeds"])
+    settings = result["settings"]
+    title = f"Step {result['steps'][-1]}, {settings['upper']} above, "
+    title += f"median [quartiles] of {count} seeds" if count > 1 else f"seed {result['seeds'][0]}"
+    table = _table(title, "method", "client", "measured", "train", "test", "‖Ŵ−W*‖/‖W*‖", "rank", "= W*'s")
+    for method, label in ROWS.items():
+        for k, client in enumerate(result["clients"]):
+            for point, end in result["final"][method].items():
+                cells = [
+                    _spread(end[m], k, digits) for m, digits in (("train_loss", ".3g"), ("test_loss", ".3g"))
+                ]
+                cells += [_spread(end["relative_distance"], k, ".1%"), _spread(end["rank"], k, "g")]
+                table.add_row(
+                    label, client, point.replace("_", " "), *cells, f"{end['rank_right'][k]}/{count}"
+                )
+            best = result["optimum"][method]
+            cells = [_spread(best[m], k, ".3g") for m in ("train_loss", "test_loss")]
+            cells += [_spread(best["relative_distance"], k, ".1%"), "", ""]
+            table.add_row(label, client, f"optimum, rank ≤ {best['rank_limit'][k]}", *cells, style="dim")
+    console.print(table)
+
+
+def _spread(values: dict[str, Any], k: int, digits: str) -> str:
+    low, middle, high = (format(values[q][k], digits) for q in ("q1", "median", "q3"))
+    return middle if low == middle == high else f"{middle} [{low}–{high}]"
+
+
+def _print_theorem(result: dict[str, Any], console: Console) -> None:
+    constants = result["constants"]
+    title = f"T = {result['T'][-1]}, L/µ = {result['settings']['condition']:g}, "
+    title += f"α = {constants['alpha']:.3g}, η = {constants['eta']:.3g}"
+    table = _table(
+        title, "seed", "mean ‖∇Φ‖²", "bound", "slope", "bias / its bound", "contraction / its bound"
+    )
+    for i, seed in enumerate(result["seeds"]):
+        bound = "none" if result["bound"] is None else f"{result['bound'][i] / result['T'][-1]:.3g}"
+        table.add_row(
+            str(seed),
+            f"{result['mean_squared_gradient'][i][-1]:.3g}",
+            bound,
+            f"{result['slope_last_decade'][i]:.2f}",
+            f"{result['bias_ratio'][i]:.3f}",
+            f"{result['contraction_ratio'][i]:.3f}",
+        )
+    console.print(table)
+    console.print(
+        "slope: over the last decade of T; the two ratios: the largest over all steps (at most 1 if the lemmas hold)",
+        highlight=False,
+        style="dim",
+    )
