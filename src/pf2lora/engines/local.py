@@ -90,8 +90,12 @@ def local_steps(
         state, report = method.step(F, state, *batches)
         reports.append(report)
         on_step(len(clients))
+    losses = torch.stack([r.loss for r in reports])
+    # A step's loss is taken before it moves: a last step to where no numbers are shows in the state alone.
+    lost = ~(torch.isfinite(state.x).all(1) & torch.isfinite(state.y).all(1))
+    losses[-1] = losses[-1].masked_fill(lost, torch.nan)
     shares = [r.second_order for r in reports if r.second_order is not None]
-    return state, Report(torch.stack([r.loss for r in reports]), torch.stack(shares) if shares else None)
+    return state, Report(losses, torch.stack(shares) if shares else None)
 
 
 def check_finite(losses: Tensor, names: Sequence[str], round_number: int) -> None:
