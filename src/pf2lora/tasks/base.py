@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -32,6 +33,14 @@ Scores = dict[str, float | None]
 """One client's scores by metric; None where a score is undefined for its data."""
 
 
+class Example(NamedTuple):
+    """A question or prompt, what a good answer is, and what was answered."""
+
+    prompt: str
+    references: tuple[str, ...]
+    output: str
+
+
 class Task(ABC, Generic[Row, Prediction]):
     """A task knows its tokenizer and what its rows mean; it holds no weights and no data."""
 
@@ -51,8 +60,13 @@ class Task(ABC, Generic[Row, Prediction]):
         """F(x, y; batch): each client's mean loss, shape (M,)."""
 
     @abstractmethod
-    def predict(self, model: TwoLevelModel, x: Tensor, y: Tensor, encoded: Encoded) -> list[list[Prediction]]:
-        """What each client's model answers to each of its rows, in the rows' order."""
+    def predict(
+        self, model: TwoLevelModel, x: Tensor, y: Tensor, encoded: Encoded, *, final: bool = False
+    ) -> list[list[Prediction]]:
+        """What each client's model answers to each of its rows, in the rows' order.
+
+        `final` asks for what is too costly to do during a run as well: generated text.
+        """
 
     @abstractmethod
     def score(self, predictions: Sequence[Prediction], rows: Sequence[Row]) -> Scores:
@@ -62,12 +76,69 @@ class Task(ABC, Generic[Row, Prediction]):
         """How many rows of each kind (label, topic, …) there are, for the report."""
         return {}
 
+    def example(self, prediction: Prediction, row: Row) -> Example | None:
+        """A prediction to be read beside others, for the report; None where that would say nothing."""
+        return None
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know: rows cut or skipped, scores that could not be computed. Each once."""
+        return list(self._notes)
+
+    def note(self, line: str) -> None:
+        self._notes[line] = None
+
+    @cached_property
+    def _notes(self) -> dict[str, None]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Examples(Encoded):
+    """Rows that became one or more examples each: windows of a context, targets of a prompt. `Encoded`'s rows are
+    the examples; `row_numbers (N,)` says to which row of its client each belongs, `row_counts` how many there are."""
+
+    row_numbers: np.ndarray = field(kw_only=True)
+    row_counts: tuple[int, ...] = field(kw_only=True)
+
+    def by_row(self, answers: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
+        """Answers to the examples, collected for each client's rows in order."""
+        collected: list[list[list[Any]]] = []
+        for k, (count, found) in enumerate(zip(self.row_counts, answers)):
+            rows: list[list[Any]] = [[] for _ in range(count)]
+            for number, answer in zip(self.row_numbers[self.starts[k] :], found):
+                rows[number].append(answer)
+            collected.append(rows)
+        return collected
+
+
+def pad_columns(
+    tokens: Mapping[str, list[list[int]]],
+    pad: int,
+    row_columns: dict[str, Tensor],
+    sizes: Sequence[int],
+) -> Encoded:
+    """A tokenizer's ragged output as right-padded columns."""
+    ids = tokens["input_ids"]
+    lengths = np.array([len(row) for row in ids])
+    width = int(lengths.max(initial=1))
+    columns = {}
+    for name in ("input_ids", "token_type_ids"):
+        if name in tokens:
+            fill = pad if name == "input_ids" else 0
+            column = np.full((len(ids), width), fill, dtype=np.int32)
+            for i, row in enumerate(tokens[name]):
+                column[i, : len(row)] = row
+            columns[name] = torch.from_numpy(column)
+    starts = tuple(int(s) for s in np.concatenate([[0], np.cumsum(sizes)]))
+    return Encoded(columns, row_columns, lengths, starts)
+
 
 class EvaluationBatch(NamedTuple):
     """Rows of several clients for one forward pass; `real[i]` of client i's rows are not filling."""
 
     clients: list[int]
-    index: np.ndarray  # (K·b,) rows of the encoded data
+    rows: np.ndarray  # (K·b,) of the encoded data
     real: list[int]
 
 
@@ -95,7 +166,7 @@ def evaluation_batches(
 
 @torch.no_grad()
 def predict_rows(
-    function: Callable[[Tensor, Tensor, Batch], Sequence[Any]],
+    function: Callable[[Tensor, Tensor, Batch], Any],
     x: Tensor,
     y: Tensor,
     encoded: Encoded,

@@ -16,7 +16,7 @@ from pf2lora.adapters import TwoLevelModel
 from pf2lora.data.batches import Batch, Encoded
 from pf2lora.data.client import TextRow
 from pf2lora.models import load_model
-from pf2lora.tasks.base import Metric, Scores, Task, predict_rows
+from pf2lora.tasks.base import Metric, Scores, Task, pad_columns, predict_rows
 
 METRICS = {
     "accuracy": Metric("accuracy"),
@@ -61,7 +61,7 @@ class Classification(Task[TextRow, np.ndarray]):
         tokens = self.tokenizer([r.text for r in rows], pairs, truncation=True, max_length=self.max_length)
         number = {label: i for i, label in enumerate(self.labels)}
         labels = torch.tensor([number[row.label] for row in rows])
-        return pad_columns(tokens, self.tokenizer, {"labels": labels}, [len(client) for client in clients])
+        return pad_columns(tokens, self.tokenizer.pad_token_id, {"labels": labels}, [len(client) for client in clients])
 
     def loss(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         logits = self.logits(model, x, y, batch)
@@ -73,7 +73,9 @@ class Classification(Task[TextRow, np.ndarray]):
         logits: Tensor = model(x, y, key=batch.key, **inputs).logits
         return logits.to(x.dtype)
 
-    def predict(self, model: TwoLevelModel, x: Tensor, y: Tensor, encoded: Encoded) -> list[list[np.ndarray]]:
+    def predict(
+        self, model: TwoLevelModel, x: Tensor, y: Tensor, encoded: Encoded, *, final: bool = False
+    ) -> list[list[np.ndarray]]:
         def answer(x: Tensor, y: Tensor, batch: Batch) -> np.ndarray:
             return self.logits(model, x, y, batch).double().cpu().numpy()
 
@@ -95,25 +97,3 @@ class Classification(Task[TextRow, np.ndarray]):
     def describe(self, rows: Sequence[TextRow]) -> dict[str, int]:
         counts = Counter(row.label for row in rows)
         return {label: counts[label] for label in self.labels}
-
-
-def pad_columns(
-    tokens: dict[str, list[list[int]]],
-    tokenizer: PreTrainedTokenizerBase,
-    row_columns: dict[str, Tensor],
-    sizes: Sequence[int],
-) -> Encoded:
-    """A tokenizer's ragged output as right-padded columns."""
-    ids = tokens["input_ids"]
-    lengths = np.array([len(row) for row in ids])
-    width = int(lengths.max(initial=1))
-    columns = {}
-    for name in ("input_ids", "token_type_ids"):
-        if name in tokens:
-            fill = tokenizer.pad_token_id if name == "input_ids" else 0
-            column = np.full((len(ids), width), fill, dtype=np.int32)
-            for i, row in enumerate(tokens[name]):
-                column[i, : len(row)] = row
-            columns[name] = torch.from_numpy(column)
-    starts = tuple(int(s) for s in np.concatenate([[0], np.cumsum(sizes)]))
-    return Encoded(columns, row_columns, lengths, starts)

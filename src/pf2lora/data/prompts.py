@@ -1,0 +1,126 @@
+"""Prompts and what should follow them, from a user's own files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pf2lora.data.client import Client
+from pf2lora.data.files import Record, choose_column, columns_of, expand_paths, read_records, read_text
+from pf2lora.data.held_out import clients_of
+from pf2lora.data.per_client import records_per_client
+from pf2lora.errors import UserError
+
+PROMPT_COLUMNS = ("prompt", "input", "source", "instruction", "mr", "context")
+TARGET_COLUMNS = ("target", "targets", "references", "reference", "completion", "response", "output", "ref")
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt and one or more texts that may follow it: each is trained on, and each is a reference."""
+
+    prompt: str
+    targets: tuple[str, ...]
+    group: str = ""  # what clients are made by: a restaurant's name, a category
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns hold the prompt and the target or targets."""
+
+    prompt: str
+    target: str
+
+    def row(self, record: Record) -> PromptRow:
+        """The record as a row; an error that names its line if a text is missing."""
+        return PromptRow(record.text(self.prompt), _targets(record, self.target))
+
+
+def _targets(record: Record, column: str) -> tuple[str, ...]:
+    """One text, or several: a JSON list, also as a csv field holds it."""
+    value = record.values.get(column)
+    texts: Any = [value]
+    if isinstance(value, list):
+        texts = value
+    elif isinstance(value, str) and value.startswith("["):
+        try:
+            texts = json.loads(value)
+        except json.JSONDecodeError:
+            texts = [value]  # a text that happens to begin with a bracket
+    if record.is_missing(column) or not texts:
+        raise UserError(f"{record.where}: empty target in column {column!r}")
+    for text in texts:
+        if not isinstance(text, str) or not text.strip():
+            what = f"{text!r}, not a text" if text and not isinstance(text, str) else "an empty target"
+            raise UserError(f"{record.where}: column {column!r} holds {what}")
+    return tuple(texts)
+
+
+def choose_columns(records: Sequence[Record], prompt: str | None, target: str | None) -> Columns:
+    """The columns that the user named; those not named are guessed."""
+    columns, file = columns_of(records), records[0].file
+    prompt = choose_column([c for c in columns if c != target], prompt, PROMPT_COLUMNS, file, "--prompt")
+    rest = [c for c in columns if c != prompt]
+    return Columns(prompt, choose_column(rest, target, TARGET_COLUMNS, file, "--target"))
+
+
+def rows_of(records: Sequence[Record], columns: Columns) -> list[PromptRow]:
+    there = columns_of(records)
+    for name, flag in ((columns.prompt, "--prompt"), (columns.target, "--target")):
+        choose_column(there, name, (), records[0].file, flag)
+    return [columns.row(record) for record in records]
+
+
+def load_clients(
+    paths: Sequence[str | Path],
+    *,
+    prompt: str | None = None,
+    target: str | None = None,
+    client_column: str | None = None,
+    test: Sequence[str | Path] = (),
+    test_ratio: float = 0.2,
+    seed: int = 0,
+) -> list[Client[PromptRow]]:
+    """All clients from files: one file per client, or any files with a column that names the client.
+
+    Test rows come from `test` files (same stems, or same client column), else they are a seeded `test_ratio` of
+    each client's rows.
+    """
+    train = records_per_client(expand_paths(paths), client_column)
+    columns = choose_columns(next(iter(train.values())), prompt, target)
+    held_out = records_per_client(expand_paths(test), client_column) if test else None
+    return clients_of(
+        {name: rows_of(records, columns) for name, records in train.items()},
+        {name: rows_of(records, columns) for name, records in held_out.items()} if held_out else None,
+        test_ratio,
+        seed,
+    )
+
+
+def read_prompts(path: str | Path, column: str | None = None) -> list[str]:
+    """The prompts to continue: a text file's lines, or a data file's prompt column."""
+    path = Path(path)
+    if path.suffix.lower() in (".txt", ""):
+        if not path.is_file():
+            raise UserError(f"{path}: no such file")
+        lines = [line for line in read_text(path).splitlines() if line.strip()]
+        if not lines:
+            raise UserError(f"{path}: no prompts in this file (one on each line)")
+        return lines
+    records = read_records(path)
+    chosen = choose_column(columns_of(records), column, PROMPT_COLUMNS, path, "--prompt")
+    return [record.text(chosen) for record in records]
+
+
+def grouped(rows: Iterable[PromptRow]) -> list[PromptRow]:
+    """Rows with the same prompt as one row with all their targets, in the order of first appearance."""
+    together: dict[str, list[PromptRow]] = {}
+    for row in rows:
+        together.setdefault(row.prompt, []).append(row)
+    return [
+        PromptRow(prompt, tuple(t for row in same for t in row.targets), same[0].group)
+        for prompt, same in together.items()
+    ]
