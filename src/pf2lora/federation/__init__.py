@@ -1,0 +1,26 @@
+"""Across machines: the same methods in a real federation on NVIDIA FLARE. A site is the local engine with M = 1.
+
+`worker` and `coordinator` are the two halves of a run and know nothing of FLARE; `site` and `server` carry their
+messages; `provision` makes the start-up kits.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from pf2lora.errors import UserError, missing_extra
+
+ENGINE = "2.9."  # FLARE's interfaces move with its minor version
+
+
+def require_nvflare() -> str:
+    """The version of the installed engine, or one line that says how to get the one that fits."""
+    try:
+        found = version("nvflare")
+    except PackageNotFoundError:
+        raise missing_extra("nvflare", "federation", "a federation") from None
+    if not found.startswith(ENGINE):
+        raise UserError(
+            f"nvflare {found} is installed, but pf2lora's federation needs {ENGINE}x: pip install 'pf2lora[federation]'"
+        )
+    return found
