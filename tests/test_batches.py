@@ -42,7 +42,9 @@ def test_a_clients_batch_does_not_depend_on_its_company() -> None:
     only = EncodedSource(tiny_data((5, 9)), ["a", "b"], 4, seed=7).draw([1], [0])  # without client c at all
     with_c = source.draw([1], [0])
     rows_of_b = set(map(tuple, data.token_columns["input_ids"][5:14].tolist()))
-    assert {tuple(r) for r in with_c.tensors["input_ids"].tolist()} <= {r[: with_c.tensors["input_ids"].shape[1]] for r in rows_of_b}
+    assert {tuple(r) for r in with_c.tensors["input_ids"].tolist()} <= {
+        r[: with_c.tensors["input_ids"].shape[1]] for r in rows_of_b
+    }
     assert only.tensors["input_ids"].shape[0] == 4 and only.key is None
 
 
@@ -61,7 +63,12 @@ def test_rows_are_cut_to_the_longest_and_masked() -> None:
 def test_the_first_rows_of_each_client() -> None:
     batch = Batch(2, {"a": torch.arange(6), "b": torch.arange(12).view(6, 2)}, torch.tensor([1, 2]))
     part = batch.first(2)
-    assert part.tensors["a"].tolist() == [0, 1, 3, 4] and part.tensors["b"].tolist() == [[0, 1], [2, 3], [6, 7], [8, 9]]
+    assert part.tensors["a"].tolist() == [0, 1, 3, 4] and part.tensors["b"].tolist() == [
+        [0, 1],
+        [2, 3],
+        [6, 7],
+        [8, 9],
+    ]
     assert part.clients == 2 and part.key is batch.key
     assert batch.first(3) is batch and batch.first(9) is batch
 
@@ -75,7 +82,9 @@ def test_pooled_rows_are_everybodys() -> None:
 
 @pytest.mark.parametrize("clients_per_pass", [None, 1, 2])
 @pytest.mark.parametrize("sizes", [(5, 9, 2), (1, 1), (4, 0, 3)])
-def test_evaluation_sees_every_row_once_and_answers_in_order(sizes: tuple[int, ...], clients_per_pass: int | None) -> None:
+def test_evaluation_sees_every_row_once_and_answers_in_order(
+    sizes: tuple[int, ...], clients_per_pass: int | None
+) -> None:
     data = tiny_data(sizes)
     seen = [i for b in evaluation_batches(data, 4, clients_per_pass) for i in real_rows(b)]
     assert sorted(seen) == list(range(sum(sizes)))
@@ -105,7 +114,9 @@ def test_dropout_keeps_its_share() -> None:
     for dropout in (0.1, 0.5):
         mask = keep_mask(key, 0, torch.Size((8, 50, 64)), dropout).double()
         for client in mask.view(4, -1):
-            assert client.mean().item() == pytest.approx(1 - dropout, abs=5 * (dropout * (1 - dropout) / 6400) ** 0.5)
+            assert client.mean().item() == pytest.approx(
+                1 - dropout, abs=5 * (dropout * (1 - dropout) / 6400) ** 0.5
+            )
         for axis in range(3):  # no axis is treated alike throughout
             others = tuple(a for a in range(3) if a != axis)
             assert mask.mean(others).std() < 0.05
@@ -120,7 +131,13 @@ def test_masks_differ_by_client_layer_example_token_and_feature() -> None:
     def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
         return (a == b).double().mean().item()
 
-    pairs = [(mask[0], mask[2]), (mask, other), (mask[0], mask[1]), (mask[:, 0], mask[:, 1]), (mask[..., 0], mask[..., 1])]
+    pairs = [
+        (mask[0], mask[2]),
+        (mask, other),
+        (mask[0], mask[1]),
+        (mask[:, 0], mask[:, 1]),
+        (mask[..., 0], mask[..., 1]),
+    ]
     for a, b in pairs:
         assert agreement(a, b) == pytest.approx(0.5, abs=0.12)
 
@@ -136,7 +153,7 @@ def test_a_mask_does_not_depend_on_padding_or_company() -> None:
 
 def test_participants_are_a_seeded_fraction() -> None:
     assert participants(0, 1, 8, 1.0) == list(range(8))
-    assert participants(0, 1, 5, 0.01) == [3] or len(participants(0, 1, 5, 0.01)) == 1
+    assert len(participants(0, 1, 5, 0.01)) == 1  # never nobody
     assert len(participants(0, 1, 10, 0.3)) == 3 and len(participants(0, 1, 8, 0.3)) == 3
     rounds = [participants(0, r, 10, 0.3) for r in range(1, 60)]
     assert rounds == [participants(0, r, 10, 0.3) for r in range(1, 60)]

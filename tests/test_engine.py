@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tiny import Problem, RegressionSource, regression_problem, tiny_data, tiny_problem
 
-from pf2lora.data.batches import EncodedSource
+from pf2lora.data.batches import Batch, EncodedSource
 from pf2lora.engines.local import NonFiniteLoss, Round, Schedule, train
 from pf2lora.errors import UserError
 from pf2lora.method import Method, State, put, take
@@ -105,7 +106,9 @@ def test_a_client_that_sits_out_goes_on_where_it_stopped() -> None:
     before = state
     for r in train(method, p.F, state, source, Schedule(rounds=6, steps=2, participation=0.5)):
         for k in set(range(3)) - set(r.took_part):
-            assert torch.equal(r.served.y[k], before.y[k]) and torch.equal(r.served.opt.mean[k], before.opt.mean[k])
+            assert torch.equal(r.served.y[k], before.y[k]) and torch.equal(
+                r.served.opt.mean[k], before.opt.mean[k]
+            )
         assert (r.served.x == r.served.x[:1]).all()
         before = r.served
     for k in range(3):
@@ -118,7 +121,11 @@ def test_take_and_put_are_inverse_and_leave_the_whole_alone() -> None:
     method = PF2LoRA(p.layout)
     state = method.init(p.x, p.y)
     part = take(state, [2, 0])
-    assert torch.equal(part.x, p.x[[2, 0]]) and torch.equal(part.y, p.y[[2, 0]]) and part.opt.step.shape == (2, 1)
+    assert (
+        torch.equal(part.x, p.x[[2, 0]])
+        and torch.equal(part.y, p.y[[2, 0]])
+        and part.opt.step.shape == (2, 1)
+    )
     changed = put(state, [2, 0], State(part.x + 1, part.y, part.opt._replace(step=part.opt.step + 5)))
     assert torch.equal(changed.x, p.x + torch.tensor([[1.0], [0.0], [1.0]]))
     assert changed.opt.step.flatten().tolist() == [5, 0, 5] and not state.opt.step.any()
@@ -129,14 +136,13 @@ def test_take_and_put_are_inverse_and_leave_the_whole_alone() -> None:
 
 
 def with_nan(p: Problem, client: int, batch_number: int) -> Problem:
-    """One row of the client's batch `batch_number` (of all 2 rows per batch) is not a number."""
+    """A row of the client's batch `batch_number` is not a number, and none of an earlier batch."""
     source = p.source
     assert isinstance(source, RegressionSource)
-    position = batch_number * source.size
     marked = source.draw([client], [batch_number]).tensors["inputs"][0]
     inputs = [rows.clone() for rows in source.inputs]
     row = (inputs[client] == marked).all(1).nonzero().item()
-    assert position < source.sizes[client]  # within the first epoch: no earlier batch has this row
+    assert (batch_number + 1) * source.size <= source.sizes[client]  # the first epoch: each row comes once
     inputs[client][row, 0] = torch.nan
     return p._replace(source=replace(source, inputs=inputs))
 
@@ -146,11 +152,17 @@ def test_a_loss_that_is_no_number_names_client_round_and_step(clients_per_pass: 
     p = with_nan(regression_problem(sizes=(40, 40, 40)), client=1, batch_number=4)
     method = HomLoRA(p.layout)
     rounds = train(
-        method, p.F, method.init(p.x, p.y), p.source, Schedule(rounds=5, steps=3, clients_per_pass=clients_per_pass)
+        method,
+        p.F,
+        method.init(p.x, p.y),
+        p.source,
+        Schedule(rounds=5, steps=3, clients_per_pass=clients_per_pass),
     )
     first = next(rounds)
     assert torch.isfinite(first.served.x).all()
-    with pytest.raises(NonFiniteLoss, match=r"client 'client-1' became nan in round 2, local step 2;") as caught:
+    with pytest.raises(
+        NonFiniteLoss, match=r"client 'client-1' became nan in round 2, local step 2;"
+    ) as caught:
         next(rounds)
     assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
 
@@ -174,7 +186,7 @@ def test_weights_that_run_away_are_caught_too() -> None:
 # ---- the classification task that the engine's losses come from ----
 
 
-def test_predictions_do_not_depend_on_company_and_scores_are_right() -> None:
+def test_predictions_do_not_depend_on_company_() -> None:
     p = tiny_problem("roberta")
     assert p.model is not None
     task = Classification(None, ["0", "1", "2"], evaluation_batch=4)  # type: ignore[arg-type]
@@ -182,10 +194,6 @@ def test_predictions_do_not_depend_on_company_and_scores_are_right() -> None:
     together = task.predict(p.model, p.x, p.y, data)
     for k, (start, stop) in enumerate(zip(data.starts, data.starts[1:])):
         for i, logits in zip(range(start, stop), together[k]):
-            import numpy as np
-
-            from pf2lora.data.batches import Batch
-
             row = Batch(1, data.rows(np.array([i])))
             alone = task.logits(p.model, p.x[k : k + 1], p.y[k : k + 1], row)[0]
             np.testing.assert_allclose(logits, alone.numpy(), atol=1e-12)

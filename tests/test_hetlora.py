@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from math import floor
 from typing import Any
@@ -36,7 +37,9 @@ def factors(p: Problem, x: Tensor, client: int) -> list[tuple[Tensor, Tensor]]:
 def dense_tail(p: Problem, x: Tensor, client: int, rank: int, gamma: float) -> Tensor:
     """`Σ ‖B[:, t:r]‖_F ‖A[t:r, :]‖_F`, written with slices."""
     t = floor(gamma * rank + 1e-12)
-    return sum(B[:, t:rank].square().sum().sqrt() * A[t:rank].square().sum().sqrt() for B, A in factors(p, x, client))  # type: ignore[return-value]
+    return sum(
+        B[:, t:rank].square().sum().sqrt() * A[t:rank].square().sum().sqrt() for B, A in factors(p, x, client)
+    )  # type: ignore[return-value]
 
 
 def beyond(p: Problem, x: Tensor, ranks: list[int]) -> Tensor:
@@ -112,7 +115,8 @@ def drive(method: HetLoRA, p: Problem, rounds: int = 8) -> list[State]:
         states.append(state)
         assert torch.equal(sent, state.x)
         assert method.sent_numbers(state) == [
-            sum((B.shape[0] + A.shape[1]) * int(state.opt.rank[k]) for B, A in factors(p, state.x, k)) + 5 for k in ALL
+            sum((B.shape[0] + A.shape[1]) * int(state.opt.rank[k]) for B, A in factors(p, state.x, k)) + 5
+            for k in ALL
         ]
         state = method.receive(state, method.merge(sent, torch.ones(3) / 3))
         states.append(state)
@@ -123,7 +127,7 @@ def drive(method: HetLoRA, p: Problem, rounds: int = 8) -> list[State]:
 def test_ranks_never_rise_nor_fall_below_the_least_and_what_is_cut_stays_zero(p: Problem, r_min: int) -> None:
     states = drive(het(p, r_min=r_min, penalty=1.0), p)
     ranks = [s.opt.rank.tolist() for s in states]
-    for earlier, later in zip(ranks, ranks[1:]):
+    for earlier, later in itertools.pairwise(ranks):
         assert all(r_min <= b <= a for a, b in zip(earlier, later))
     assert sum(ranks[-1]) < sum(ranks[0])  # pruning did happen
     for state, rank in zip(states, ranks):
@@ -152,7 +156,9 @@ def test_the_tail_is_measured_from_what_the_round_began_with(p: Problem) -> None
     method = het(p, ranks=(6, 6, 6))
     state, sent = method.send(method.init(p.x, p.y))
     assert state.opt.rank.tolist() == [6, 6, 6]  # nothing fell
-    state = method.receive(state, 0.5 * sent[0])  # the server's answer is smaller: that is not the client's doing
+    state = method.receive(
+        state, 0.5 * sent[0]
+    )  # the server's answer is smaller: that is not the client's doing
     unchanged, _ = method.send(state)
     assert unchanged.opt.rank.tolist() == [6, 6, 6]
 
@@ -188,7 +194,9 @@ def test_weights_per_module(p: Problem) -> None:
     client = torch.stack(all_norms).square().sum(0).sqrt()
     expected = (client / client.sum()) @ p.layout.unpack(sent)["head.bias"]
     torch.testing.assert_close(merged["head.bias"][0], expected, rtol=0, atol=1e-14)
-    assert not torch.allclose(method.merge(sent, torch.ones(3)), replace(method, weight_by="client").merge(sent, torch.ones(3)))
+    assert not torch.allclose(
+        method.merge(sent, torch.ones(3)), replace(method, weight_by="client").merge(sent, torch.ones(3))
+    )
 
 
 def test_clients_that_learned_nothing_weigh_the_same(p: Problem) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from tiny import Problem, regression_problem, tiny_problem
@@ -20,7 +22,11 @@ ALPHA = 0.07
 def curved(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
     """A bilinear coupling and enough curvature that no term of the formula vanishes; `batch` is (M, P, Q)."""
     coupling = torch.einsum("mp,mpq,mq->m", torch.tanh(x), batch, y)
-    return coupling + (y.square() * (1 + x[:, :Q].square())).sum(1) + torch.sin(batch.sum(2) * x).sum(1) * y.exp().sum(1)
+    return (
+        coupling
+        + (y.square() * (1 + x[:, :Q].square())).sum(1)
+        + torch.sin(batch.sum(2) * x).sum(1) * y.exp().sum(1)
+    )
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -56,7 +62,9 @@ def by_jacobians(
         return torch.func.grad(lambda y: F(x, y, batch).sum())(y)
 
     y_next = y - alpha * grad_y(x, y, pi)
-    whole = torch.func.jacrev(lambda x: grad_y(x, y, zeta))(x)  # (M, Q, M, P): blocks off the diagonal are zero
+    whole = torch.func.jacrev(lambda x: grad_y(x, y, zeta))(
+        x
+    )  # (M, Q, M, P): blocks off the diagonal are zero
     rows = []
     for k in range(len(x)):
         cross = whole[k, :, k, :].T  # ∇_xy F of client k, (P, Q)
@@ -92,7 +100,9 @@ def test_four_independent_batches_follow_the_formula(point: tuple[Tensor, Tensor
         for j in range(i):
             swapped = list(four)
             swapped[i], swapped[j] = swapped[j], swapped[i]
-            assert (hyper.gradient - bilevel(curved, *point, ALPHA, "exact", *swapped).gradient).abs().max() > 1e-4
+            assert (
+                hyper.gradient - bilevel(curved, *point, ALPHA, "exact", *swapped).gradient
+            ).abs().max() > 1e-4
 
 
 def test_pf2lora_hands_the_four_batches_over_in_the_order_of_line_4() -> None:
@@ -101,7 +111,9 @@ def test_pf2lora_hands_the_four_batches_over_in_the_order_of_line_4() -> None:
     method = PF2LoRA(p.layout, client_lr=ALPHA, hypergradient="exact", batches=4)
     state, _ = method.step(p.F, method.init(p.x, p.y), *four)
     expected = by_jacobians(p.F, p.x, p.y, ALPHA, *four)
-    assert (state.opt.mean / 0.1 - expected).abs().max() <= 1e-10  # AdamW's first mean is a tenth of the gradient
+    assert (
+        state.opt.mean / 0.1 - expected
+    ).abs().max() <= 1e-10  # AdamW's first mean is a tenth of the gradient
 
 
 def test_the_sign_is_that_of_algorithm_1() -> None:
@@ -142,10 +154,13 @@ def test_difference_approaches_exact_as_its_step_falls(point: tuple[Tensor, Tens
     for last in (pi, zeta):
         truth = exact(curved, *point, ALPHA, pi, last).second_order(v)  # type: ignore[misc]
         errors = [
-            (difference(curved, *point, ALPHA, pi, last, step=step).second_order(v) - truth).abs().max().item()  # type: ignore[misc]
+            (difference(curved, *point, ALPHA, pi, last, step=step).second_order(v) - truth)
+            .abs()
+            .max()
+            .item()  # type: ignore[misc]
             for step in (1e-1, 1e-2, 1e-3, 1e-4)
         ]
-        for larger, smaller in zip(errors, errors[1:]):
+        for larger, smaller in itertools.pairwise(errors):
             assert smaller == pytest.approx(larger / 10, rel=0.5)  # first order in the step
         assert errors[-1] < 1e-3 * truth.abs().max()
 
@@ -166,7 +181,9 @@ def test_difference_is_close_to_exact_on_a_transformer(kind: str) -> None:
     for alpha in (1e-2, 1e-3):
         one, other = (bilevel(p.F, p.x, p.y, alpha, mode, pi, xi, xi, pi) for mode in ("exact", "difference"))
         assert one.share is not None
-        errors.append(((one.gradient - other.gradient).norm() / (one.share.mean() * one.gradient.norm())).item())
+        errors.append(
+            ((one.gradient - other.gradient).norm() / (one.share.mean() * one.gradient.norm())).item()
+        )
     assert errors[1] < 0.15 * errors[0] < 0.05  # relative to the second-order term itself
 
 
@@ -174,7 +191,9 @@ def test_difference_is_close_to_exact_on_a_transformer(kind: str) -> None:
 def test_a_smaller_zeta_is_the_first_rows_of_the_inner_batch(mode: str) -> None:
     p = regression_problem()
     pi, xi = (p.source.draw([0, 1, 2], [i] * 3) for i in range(2))
-    method = PF2LoRA(p.layout, client_lr=1e-3 if mode == "difference" else ALPHA, hypergradient=mode, zeta_size=2)
+    method = PF2LoRA(
+        p.layout, client_lr=1e-3 if mode == "difference" else ALPHA, hypergradient=mode, zeta_size=2
+    )
     state, _ = method.step(p.F, method.init(p.x, p.y), pi, xi)
     zeta_rows = {n: torch.cat([t[4 * k : 4 * k + 2] for k in range(3)]) for n, t in pi.tensors.items()}
     zeta = type(pi)(3, zeta_rows)
@@ -203,6 +222,8 @@ def test_per_fedavg_equals_autodiff_of_the_adapted_loss(build: type[Problem]) ->
 def test_exact_without_client_adapters_has_no_second_order_term() -> None:
     p = regression_problem(client_rank=0)
     pi, xi = (p.source.draw([0, 1, 2], [i] * 3) for i in range(2))
-    hyper = {mode: bilevel(p.F, p.x, p.y, ALPHA, mode, pi, xi, xi, pi) for mode in ("exact", "difference", "none")}
+    hyper = {
+        mode: bilevel(p.F, p.x, p.y, ALPHA, mode, pi, xi, xi, pi) for mode in ("exact", "difference", "none")
+    }
     assert torch.equal(hyper["exact"].gradient, hyper["none"].gradient)
     assert torch.equal(hyper["difference"].gradient, hyper["none"].gradient)

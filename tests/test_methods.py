@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_stacking import SETTINGS, build
-from tiny import Problem, regression_problem, tiny_problem
+from tiny import SETTINGS, Problem, build, regression_problem, tiny_problem
 from torch import Tensor
 
 from pf2lora.data.batches import Batch, BatchSource
@@ -44,7 +43,9 @@ class OuterBatches:
         return self.source.draw(clients, [2 * n + 1 for n in numbers])
 
 
-def run(method: Method, p: Problem, rounds: int = 3, source: BatchSource | None = None, **schedule: Any) -> list[Round]:
+def run(
+    method: Method, p: Problem, rounds: int = 3, source: BatchSource | None = None, **schedule: Any
+) -> list[Round]:
     state = method.init(p.x, p.y)
     return list(train(method, p.F, state, source or p.source, Schedule(rounds, steps=2, **schedule)))
 
@@ -70,7 +71,10 @@ def test_pf2lora_with_alpha_zero_is_homlora_on_the_outer_batches(mode: str) -> N
 
 def test_joint_with_alpha_zero_is_homlora_on_the_same_batches() -> None:
     two, one = (tiny_problem("gpt2", moved=False, client_rank=r) for r in (2, 0))
-    ours, theirs = run(PF2LoRAJoint(two.layout, lr=0.01, client_lr=0.0), two), run(HomLoRA(one.layout, lr=0.01), one)
+    ours, theirs = (
+        run(PF2LoRAJoint(two.layout, lr=0.01, client_lr=0.0), two),
+        run(HomLoRA(one.layout, lr=0.01), one),
+    )
     torch.testing.assert_close(ours[-1].served.x, theirs[-1].served.x, rtol=0, atol=1e-12)
 
 
@@ -171,7 +175,9 @@ def test_the_head_leaves_only_when_it_is_shared(head: str) -> None:
     for name in heads:
         assert (before[name] != p.layout.unpack(p.x)[name]).any()  # trained
         same_for_all = (after[name] == after[name][:1]).all()
-        assert same_for_all if head == "shared" else torch.equal(after[name], before[name]) and not same_for_all
+        assert (
+            same_for_all if head == "shared" else torch.equal(after[name], before[name]) and not same_for_all
+        )
     assert (after[p.layout.entries[0].name] == after[p.layout.entries[0].name][:1]).all()
     assert method.sent_numbers(result.before) == [p.layout.shared] * 3
 
@@ -223,5 +229,7 @@ def test_centralized_is_one_learner_on_the_pooled_rows() -> None:
         batch = source.draw([0], [i])
         seen |= {tuple(row.tolist()) for row in batch.tensors["input_ids"]}
         state, _ = method.step(p.F, state, batch)
-    torch.testing.assert_close(rounds[-1].served.x, state.x, rtol=0, atol=1e-15)  # averaging one is no average
+    torch.testing.assert_close(
+        rounds[-1].served.x, state.x, rtol=0, atol=1e-15
+    )  # averaging one is no average
     assert len(seen) == 12  # 4 batches of 3 of its 16 rows, none of them twice in an epoch

@@ -17,7 +17,9 @@ def test_many_steps_equal_torchs(dtype: torch.dtype, tolerance: float, weight_de
     optimizers = [torch.optim.AdamW([r], lr=0.02, weight_decay=weight_decay) for r in references]
     moments = no_moments(x)
     for _ in range(200):
-        gradient = torch.randn(3, 7, generator=random, dtype=dtype) * torch.tensor([[1e-6], [1.0], [1e3]]).to(dtype)
+        gradient = torch.randn(3, 7, generator=random, dtype=dtype) * torch.tensor([[1e-6], [1.0], [1e3]]).to(
+            dtype
+        )
         x, moments = adamw(gradient, moments, x, 0.02, weight_decay=weight_decay)
         for reference, optimizer, g in zip(references, optimizers, gradient):
             reference.grad = g.clone()
@@ -38,16 +40,17 @@ def test_the_first_step_in_float32_is_as_exact_as_torchs() -> None:
 
 def test_a_client_that_skipped_steps_keeps_its_own_count() -> None:
     random = torch.Generator().manual_seed(0)
-    start, gradients = torch.randn(2, 5, generator=random).double(), torch.randn(4, 2, 5, generator=random).double()
+    start, gradients = (
+        torch.randn(2, 5, generator=random).double(),
+        torch.randn(4, 2, 5, generator=random).double(),
+    )
     x, moments = start, no_moments(start)
     for g in gradients:
         x, moments = adamw(g, moments, x, 0.1)
     late, fresh = start[1:], no_moments(start[1:])
     late, fresh = adamw(gradients[0, 1:], fresh, late, 0.1)
     # row 0 has made four steps, row 1 one: a common step must treat each by its own count
-    together = Moments(
-        *(torch.cat([a[:1], b]) for a, b in zip(moments, fresh))
-    )
+    together = Moments(*(torch.cat([a[:1], b]) for a, b in zip(moments, fresh)))
     both, after = adamw(gradients[1], together, torch.cat([x[:1], late]), 0.1)
     alone, _ = adamw(gradients[1, 1:], fresh, late, 0.1)
     torch.testing.assert_close(both[1:], alone, rtol=0, atol=1e-15)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CONFIGS, Problem, regression_problem, tiny_model, tiny_problem
+from tiny import CONFIGS, SETTINGS, Problem, build, regression_problem, tiny_model, tiny_problem
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -20,29 +20,9 @@ from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.method import Method, State
 from pf2lora.methods import METHODS
 from pf2lora.methods.hetlora import HetLoRA
-from pf2lora.methods.homlora import HomLoRA
-from pf2lora.methods.local import Local
-from pf2lora.methods.per_fedavg import PerFedAvg
-from pf2lora.methods.pf2lora import PF2LoRA
-from pf2lora.methods.pf2lora_joint import PF2LoRAJoint
 from pf2lora.randomness import participants
 
 KINDS = ["roberta", "bert", "mpnet", "deberta-v2", "gpt2", "llama"]
-SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
-    "pf2lora-exact": (PF2LoRA, {"client_lr": 0.1, "hypergradient": "exact"}),
-    "pf2lora-difference": (PF2LoRA, {"client_lr": 0.1, "hypergradient": "difference", "zeta_size": 2}),
-    "pf2lora-none-four": (PF2LoRA, {"client_lr": 0.1, "hypergradient": "none", "batches": 4}),
-    "pf2lora-joint": (PF2LoRAJoint, {"client_lr": 0.1}),
-    "homlora": (HomLoRA, {}),
-    "per-fedavg": (PerFedAvg, {"client_lr": 0.1, "hypergradient": "exact"}),
-    "hetlora": (HetLoRA, {"ranks": (1, 3, 4), "gamma": 0.7, "penalty": 0.1}),
-    "local": (Local, {}),
-}
-
-
-def build(setting: str, p: Problem, **changes: Any) -> Method:
-    kind, options = SETTINGS[setting]
-    return kind(p.layout, lr=0.01, **(options | changes))
 
 
 def test_every_method_has_a_setting_here() -> None:
@@ -56,11 +36,17 @@ def stacked(method: Method, p: Problem, schedule: Schedule) -> list[Round]:
 def one_by_one(method: Method, p: Problem, schedule: Schedule) -> tuple[list[State], list[State]]:
     """M separate states of one client each, and a server: the states before the last average and after it."""
     M = len(p.x)
-    alone = [replace(method, ranks=(method.ranks[k],)) if isinstance(method, HetLoRA) else method for k in range(M)]
+    alone = [
+        replace(method, ranks=(method.ranks[k],)) if isinstance(method, HetLoRA) else method for k in range(M)
+    ]
     states = [alone[k].init(p.x[k : k + 1], p.y[k : k + 1]) for k in range(M)]
     done, before = [0] * M, list(states)
     for number in range(1, schedule.rounds + 1):
-        chosen, sent, before = participants(schedule.seed, number, M, schedule.participation), [], list(states)
+        chosen, sent, before = (
+            participants(schedule.seed, number, M, schedule.participation),
+            [],
+            list(states),
+        )
         for k in chosen:
             for _ in range(schedule.steps):
                 batches = [p.source.draw([k], [done[k] * method.draws + d]) for d in range(method.draws)]
@@ -138,7 +124,11 @@ def test_permuting_clients_permutes_results(setting: str) -> None:
     )
     q = p._replace(source=source, x=p.x[order], y=p.y[order])
     method = build(setting, p)
-    moved = replace(method, ranks=tuple(method.ranks[k] for k in order)) if isinstance(method, HetLoRA) else method
+    moved = (
+        replace(method, ranks=tuple(method.ranks[k] for k in order))
+        if isinstance(method, HetLoRA)
+        else method
+    )
     schedule = Schedule(rounds=3, steps=2, weighting="size")
     one, other = stacked(method, p, schedule)[-1], stacked(moved, q, schedule)[-1]
     for a, b in ((one.before, other.before), (one.served, other.served)):
@@ -157,7 +147,9 @@ def test_adapter_dropout_is_the_same_alone_and_in_company(kind: str) -> None:
     for k, number in enumerate([3, 0, 5]):
         single = p.source.draw([k], [number])
         widths.add(single.tensors["input_ids"].shape[1])
-        torch.testing.assert_close(p.F(p.x[k : k + 1], p.y[k : k + 1], single), together[k : k + 1], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            p.F(p.x[k : k + 1], p.y[k : k + 1], single), together[k : k + 1], rtol=0, atol=1e-12
+        )
     assert len(widths) > 1
     assert (p.F(p.x, p.y, Batch(3, batch.tensors)) - together).abs().min() > 1e-4  # without keys: no dropout
     assert torch.equal(p.F(p.x, p.y, batch), together)  # the same mask again at a second look
@@ -220,7 +212,9 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "config", "spec"), CASES)
-def test_stacked_loss_and_gradients_equal_those_of_merged_weights(kind: str, config: Any, spec: dict[str, Any]) -> None:
+def test_stacked_loss_and_gradients_equal_those_of_merged_weights(
+    kind: str, config: Any, spec: dict[str, Any]
+) -> None:
     p = tiny_problem(kind, model=tiny_model(kind, config=config), scaling=0.7, client_scaling=1.9, **spec)
     base = tiny_model(kind, config=config)
     x, y = p.x.clone().requires_grad_(), p.y.clone().requires_grad_()

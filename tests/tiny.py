@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
-from transformers import BertConfig, DebertaV2Config, GPT2Config, LlamaConfig, MPNetConfig, RobertaConfig
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DebertaV2Config,
+    GPT2Config,
+    LlamaConfig,
+    MPNetConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    RobertaConfig,
+)
 
 from pf2lora.adapters import AdapterSpec, TwoLevelModel, factor_entries
 from pf2lora.data.batches import Batch, BatchSource, Encoded, EncodedSource, batch_rows
 from pf2lora.layout import Entry, Layout
-from pf2lora.method import Loss
+from pf2lora.method import Loss, Method
+from pf2lora.methods.hetlora import HetLoRA
+from pf2lora.methods.homlora import HomLoRA
+from pf2lora.methods.local import Local
+from pf2lora.methods.per_fedavg import PerFedAvg
+from pf2lora.methods.pf2lora import PF2LoRA
+from pf2lora.methods.pf2lora_joint import PF2LoRAJoint
 from pf2lora.tasks.classification import Classification
 
 VOCABULARY, WIDTH, LABELS = 50, 16, 3
@@ -54,7 +70,7 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A random classifier; the weights are larger than usual so that gradients are far from zero."""
     torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_config(config or CONFIGS[kind])
+    model = AutoModelForSequenceClassification.from_config(copy.deepcopy(config or CONFIGS[kind]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -145,7 +161,10 @@ class RegressionSource:
         return [len(rows) for rows in self.inputs]
 
     def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
-        rows = [batch_rows(self.seed, self.names[k], self.sizes[k], i, self.size) for k, i in zip(clients, numbers)]
+        rows = [
+            batch_rows(self.seed, self.names[k], self.sizes[k], i, self.size)
+            for k, i in zip(clients, numbers)
+        ]
         inputs = torch.cat([self.inputs[k][at] for k, at in zip(clients, rows)])
         targets = torch.cat([self.targets[k][at] for k, at in zip(clients, rows)])
         return Batch(len(clients), {"inputs": inputs, "targets": targets})
@@ -189,3 +208,21 @@ def regression_problem(
     )
     x = 0.5 * normal(1, common.size).expand(len(sizes), -1).clone()
     return Problem(F, source, common, x, 0.5 * normal(len(sizes), own.size))
+
+
+SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
+    "pf2lora-exact": (PF2LoRA, {"client_lr": 0.1, "hypergradient": "exact"}),
+    "pf2lora-difference": (PF2LoRA, {"client_lr": 0.1, "hypergradient": "difference", "zeta_size": 2}),
+    "pf2lora-none-four": (PF2LoRA, {"client_lr": 0.1, "hypergradient": "none", "batches": 4}),
+    "pf2lora-joint": (PF2LoRAJoint, {"client_lr": 0.1}),
+    "homlora": (HomLoRA, {}),
+    "per-fedavg": (PerFedAvg, {"client_lr": 0.1, "hypergradient": "exact"}),
+    "hetlora": (HetLoRA, {"ranks": (1, 3, 4), "gamma": 0.7, "penalty": 0.1}),
+    "local": (Local, {}),
+}
+
+
+def build(setting: str, p: Problem, **changes: Any) -> Method:
+    """A method of `SETTINGS` for the problem's layout."""
+    kind, options = SETTINGS[setting]
+    return kind(p.layout, lr=0.01, **(options | changes))

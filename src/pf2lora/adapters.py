@@ -299,7 +299,7 @@ def first_values(
 ) -> Tensor:
     """A and C Kaiming-uniform with a = √5, as LoRA does: uniform in ±1/√n; B and D zero; a new head normal."""
     if entry.name in heads:
-        return heads[entry.name].detach().float().cpu().flatten()
+        return heads[entry.name].detach().cpu().flatten()
     if entry.kind in ("B", "D") or entry.parameter == "bias":
         return torch.zeros(entry.size)
     if entry.kind == "head":

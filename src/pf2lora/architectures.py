@@ -97,7 +97,8 @@ def disentangled_attention_bias(
         grouped = content.view(position.shape[0], -1, heads, *content.shape[1:])
         raw = (grouped @ position.mT).flatten(0, 2)
         picked = raw.gather(-1, index.clamp(0, 2 * span - 1).expand(raw.shape[0], -1, -1))
-        return picked / scaled_size_sqrt(content, scale_factor).to(content.dtype)  # rounded as the model rounds it
+        scale = scaled_size_sqrt(content, scale_factor)  # rounded as the model itself rounds it
+        return picked / scale.to(content.dtype)
 
     bias = torch.zeros((), dtype=query_layer.dtype, device=query_layer.device)
     if "c2p" in self.pos_att_type:

@@ -48,10 +48,19 @@ class HetLoRA(Method):
             raise UserError(f"gamma is {self.gamma}; HETLoRA's sparsity parameter lies between 0 and 1")
         if self.weight_by not in ("client", "module"):
             raise UserError(f"weight_by is {self.weight_by!r}; HETLoRA weighs by 'client' or by 'module'")
+        if self.r_min < 1:
+            raise UserError(f"r_min is {self.r_min}; it must be at least 1")
         if any(rank < self.r_min for rank in self.ranks):
             raise UserError(f"a first rank of {min(self.ranks)} lies below r_min = {self.r_min}")
+        r_max = max((entry.shape[0] for entry in self.layout.entries if entry.kind == "A"), default=0)
+        if any(rank > r_max for rank in self.ranks):
+            raise UserError(f"a first rank of {max(self.ranks)} is above the adapter's rank, r_max = {r_max}")
 
     def init(self, x: Tensor, y: Tensor) -> State:
+        if len(self.ranks) != len(x):
+            raise UserError(
+                f"HETLoRA has {len(self.ranks)} first ranks for {len(x)} clients; each client needs one"
+            )
         rank = torch.tensor(self.ranks, device=x.device)
         x = x * self.kept(rank, x)
         return State(x, y, Ranked(no_moments(x), rank, self.tail(x, rank)))
@@ -96,8 +105,8 @@ class HetLoRA(Method):
         return State(x, s.y, s.opt._replace(tail=self.tail(x, s.opt.rank)))
 
     def sent_numbers(self, s: State) -> list[int]:
-        sent = self.kept(s.opt.rank, s.x)[:, : self.layout.shared]
-        return [int(n) for n in sent.sum(1).round().tolist()]
+        kept: list[int] = self.kept(s.opt.rank, s.x)[:, : self.layout.shared].count_nonzero(1).tolist()
+        return kept
 
     def kept_columns(self, rank: Tensor) -> Tensor:
         """t = ⌊γ r_k⌋, the columns that are not penalised."""
