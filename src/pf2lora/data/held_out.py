@@ -52,7 +52,6 @@ def clients_by_group(
     train: Sequence[T], test: Sequence[T], key: Callable[[T], str], clients: int
 ) -> list[Client[T]]:
     """Clients that each get whole groups of rows, the same groups in training and test."""
-    keys = [[key(row) for row in rows] for rows in (train, test)]
-    groups = covered_groups(*keys, clients)
-    parts = [by_groups(values, groups) for values in keys]
-    return make_clients(train, test, *parts, list(groups))
+    seen, asked = [key(row) for row in train], [key(row) for row in test]
+    groups = covered_groups(seen, asked, clients)
+    return make_clients(train, test, by_groups(seen, groups), by_groups(asked, groups), list(groups))

@@ -47,16 +47,20 @@ def load_webnlg(
 def read_webnlg(path: str | Path, part: str, notes: list[str] | None = None) -> list[PromptRow]:
     """The entries of "train", "dev" or "test", each with all its good texts; `group` is the category."""
     rows: list[PromptRow] = []
-    left_out = 0
+    left_out = without = 0
     for name, data in _files(Path(path), part):
         for row, others in _entries(name, data):
             left_out += others
+            without += not row.targets
             if row.targets:
                 rows.append(row)
     if not rows:
         raise UserError(f"{path}: no entries in the {part} part")
     if left_out and notes is not None:
-        notes.append(f"WebNLG: {left_out} {part} texts that are not marked 'good' are left out, as LoRA does")
+        entries = f", and with them {without} entries that have no other" if without else ""
+        notes.append(
+            f"WebNLG: {left_out} {part} texts that are not marked 'good' are left out, as LoRA does{entries}"
+        )
     return rows
 
 

@@ -178,7 +178,7 @@ class Generation(Task[PromptRow, Continuation]):
                 raise UserError("an empty target: there is nothing to learn from it")
         texts = [target if target[0].isspace() else f" {target}" for target in targets]
         found = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        return [ids + [self.tokenizer.eos_token_id] for ids in found]
+        return [[*ids, self.tokenizer.eos_token_id] for ids in found]
 
     def _prompt_columns(self, prompts: list[list[int]], sizes: list[int]) -> Encoded:
         """Prompts that fill the window are cut at the left: what they ask for usually stands at the end."""
