@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from torch import Tensor
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
 from pf2lora.federation import wire
+from pf2lora.federation.files import write_json, write_whole
 from pf2lora.federation.guard import PROBLEMS
 from pf2lora.federation.plan import Plan
-from pf2lora.federation.state import write_json, write_whole
 from pf2lora.layout import Layout
 from pf2lora.method import Method
 from pf2lora.methods import METHODS
@@ -257,4 +256,4 @@ def server_method(plan: Plan, layout: Layout) -> Method:
     config, kind = plan.run, METHODS[plan.method]
     own = set(kind.__dataclass_fields__) - {"layout", "ranks"}
     settings = {k: v for k, v in config.methods.get(plan.method, {}).items() if k in own}
-    return replace(kind(layout), **settings)
+    return kind(layout, **settings)  # type: ignore[arg-type]

@@ -81,7 +81,8 @@ def check_port(kit: Kit) -> None:
             probe.bind(("", kit.port))
         except OSError:
             raise UserError(
-                f"port {kit.port} is in use on this machine: stop what uses it, or provision the project with another port"
+                f"port {kit.port} is in use on this machine: stop what uses it, or provision the project with "
+                f"another port"
             ) from None
 
 

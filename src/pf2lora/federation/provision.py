@@ -63,8 +63,9 @@ def read_project(path: Path) -> Project:
     for key in ("sites", "members"):
         if not isinstance(values.get(key, []), list):
             raise UserError(f"{path}: {key} must be a list of names")
-    lists = {key: tuple(values[key]) for key in ("sites", "members") if key in values}
-    return Project(**values | lists)
+    for key in ("sites", "members"):
+        values[key] = tuple(values.get(key, ()))
+    return Project(**values)
 
 
 def provision(project: Project, out: Path) -> dict[str, Path]:
@@ -144,7 +145,7 @@ def harden_site(kit: Path) -> None:
             "components": [
                 component("resource_manager", f"{RESOURCES}.resource_managers.{MANAGER}"),
                 component("resource_consumer", f"{RESOURCES}.resource_consumers.{CONSUMER}"),
-                component("process_launcher", "pf2lora.federation.site.SteadyLauncher"),
+                component("process_launcher", "pf2lora.federation.launcher.SteadyLauncher"),
             ],
         },
     )
@@ -158,7 +159,7 @@ def harden_site(kit: Path) -> None:
 
 def harden_server(kit: Path) -> None:
     """The server's policies: our controller and nothing else, its stores inside the kit."""
-    store = {"path": "pf2lora.federation.server.Snapshots", "args": {}}
+    store = {"path": "pf2lora.federation.keeper.Snapshots", "args": {}}
     write(
         kit / "local" / "resources.json",
         {
@@ -188,13 +189,13 @@ def harden_server(kit: Path) -> None:
                         "max_schedule_count": 10000,
                     },
                 ),
-                component("job_manager", "pf2lora.federation.server.Jobs"),
+                component("job_manager", "pf2lora.federation.keeper.Jobs"),
                 component("job_store", "nvflare.app_common.storages.filesystem_storage.FilesystemStorage"),
                 component(
                     "process_launcher",
                     "nvflare.app_common.job_launcher.server_process_launcher.ServerProcessJobLauncher",
                 ),
-                component("keeper", "pf2lora.federation.server.Keeper"),
+                component("keeper", "pf2lora.federation.keeper.Keeper"),
             ],
         },
     )

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pf2lora.federation.state import write_json
+from pf2lora.federation.files import write_json
 
 SITES = "registered"  # a file per site that registered, newest time wins
 STATUS, LINES = "status.json", "lines.jsonl"

@@ -1,4 +1,4 @@
-"""The site's side of FLARE: an executor around the worker, the allow-list as an outgoing filter, a steady launcher.
+"""The site's side of FLARE: an executor around the worker, and the allow-list as an outgoing filter.
 
 These classes are named in the site's own kit (`local/`), not in what the server sends; a job only picks the executor.
 """
@@ -6,31 +6,27 @@ These classes are named in the site's own kit (`local/`), not in what the server
 from __future__ import annotations
 
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 from nvflare.apis.executor import Executor
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.job_launcher_spec import JobHandleSpec, JobReturnCode
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.apis.signal import Signal
-from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
 
 from pf2lora.engines.local import NonFiniteLoss
 from pf2lora.errors import UserError
 from pf2lora.federation import wire
+from pf2lora.federation.files import StateFolderError
 from pf2lora.federation.guard import Guard, Refused
 from pf2lora.federation.plan import Plan
-from pf2lora.federation.state import StateFolder, StateFolderError
+from pf2lora.federation.state import StateFolder
 from pf2lora.federation.worker import Worker
 from pf2lora.layout import Layout
 
 BODY = "pf2lora"  # the only entry of a message
 GUARD = "pf2lora.guard"
-RESTARTS = 3
 
 
 class Site(Executor):
@@ -99,43 +95,3 @@ class OnlyDeclared(Filter):
             print(f"pf2lora: {fl_ctx.get_identity_name()}: {line}", file=sys.stderr, flush=True)
             raise
         return shareable
-
-
-class SteadyHandle(JobHandleSpec):
-    """A job process that is started again when it dies by itself; a running job takes it back as it was."""
-
-    def __init__(self, launch: Any) -> None:
-        super().__init__()
-        self.launch, self.handle = launch, launch()
-        self.ended = threading.Event()
-
-    def terminate(self) -> None:
-        self.ended.set()
-        self.handle.terminate()
-
-    def poll(self) -> Any:
-        """FLARE fails everybody's job when one site's process fails; a site that is gone is only missing."""
-        code = self.handle.poll()
-        return JobReturnCode.UNKNOWN if code == JobReturnCode.EXECUTION_ERROR else code
-
-    def wait(self) -> None:
-        for _ in range(RESTARTS):
-            self.handle.wait()
-            if self.ended.is_set() or self.handle.poll() != JobReturnCode.EXECUTION_ERROR:
-                return
-            print("pf2lora: the site's job process died; starting it again", file=sys.stderr, flush=True)
-            self.handle = self.launch()
-        self.handle.wait()
-
-
-class SteadyLauncher(ClientProcessJobLauncher):
-    """Starts the job process of a site, again if need be."""
-
-    def launch_job(self, job_meta: dict[str, Any], fl_ctx: FLContext) -> JobHandleSpec:
-        arguments = fl_ctx.get_prop(FLContextKey.JOB_PROCESS_ARGS)
-
-        def launch() -> JobHandleSpec:
-            fl_ctx.set_prop(FLContextKey.JOB_PROCESS_ARGS, arguments, private=True, sticky=False)
-            return super(SteadyLauncher, self).launch_job(job_meta, fl_ctx)
-
-        return SteadyHandle(launch)

@@ -6,11 +6,9 @@ goes back to the state it had when that round began.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -20,18 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from pf2lora.errors import UserError
+from pf2lora.federation.files import StateFolderError, unwritable, write_whole
 from pf2lora.method import State, over_tensors
 
 KEPT = 3  # rounds
-
-
-class StateFolderError(UserError):
-    """The site's state cannot be written. `code` is what the server is told."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class Saved(NamedTuple):
@@ -118,35 +108,6 @@ def leaves(state: State) -> Iterator[Tensor]:
 
     over_tensors(note, state)
     return iter(found)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write to a neighbour, flush it to the disk, rename: readers see the old content or the new, never a part."""
-    partial = path.with_suffix(".partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise unwritable(path.parent, error) from None
-
-
-def write_json(path: Path, value: object) -> None:
-    write_whole(path, json.dumps(value, indent=1).encode())
-
-
-def unwritable(folder: Path, error: OSError) -> StateFolderError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StateFolderError(
-            f"the disk of {folder} is full: free some space, then start the site again", "disk-full"
-        )
-    reason = error.strerror or str(error)
-    return StateFolderError(
-        f"the folder {folder} cannot be written ({reason}): choose another or fix it", "unwritable"
-    )
 
 
 def digest(model: torch.nn.Module, config: dict[str, object], fresh: Collection[str] = ()) -> str:

@@ -129,7 +129,8 @@ def build(plan: Plan, file: Path, site: str) -> SiteWork:
     device = choose_device(config.device)
     client, labels = load_client(config, plan, site)
     task = TASKS[config.task].build(config, labels)
-    base = task.load_model(config.model, DTYPES[config.precision]).to(device)
+    base = task.load_model(config.model, DTYPES[config.precision])
+    base.to(device)  # type: ignore[arg-type]
     fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
     train = task.encode([client.train], training=True).to(device)
     test = task.encode([client.test], training=False).to(device)

@@ -1,0 +1,197 @@
+"""`pf2lora federation`: the same methods across machines, on NVIDIA FLARE."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pf2lora.cli.data import ListCommand
+from pf2lora.cli.options import configured, read_config
+from pf2lora.errors import UserError
+
+app = typer.Typer(help="Federate across machines (NVIDIA FLARE).", no_args_is_help=True)
+
+RULES = "How the server treats silence and nonsense"
+Deadline = Annotated[
+    float, typer.Option("--deadline", help="Seconds a round waits for its sites.", rich_help_panel=RULES)
+]
+Quorum = Annotated[
+    float,
+    typer.Option("--quorum", help="Fraction of a round's sites that must answer.", rich_help_panel=RULES),
+]
+NormLimit = Annotated[
+    float,
+    typer.Option(
+        "--norm-limit", help="Refuse updates with a norm beyond so many medians.", rich_help_panel=RULES
+    ),
+]
+Wire = Annotated[str, typer.Option("--wire", help="Precision of x on the network: float32 or bfloat16.")]
+KitFolder = Annotated[Path, typer.Argument(help="A start-up kit, as `provision` made it.")]
+LeadKit = Annotated[Path, typer.Option("--kit", help="The lead's kit.")]
+
+
+@app.callback()
+def federation() -> None:
+    """Federate across machines (NVIDIA FLARE)."""
+
+
+@configured
+def rehearse(
+    settings: dict[str, Any],
+    file: Path | None,
+    sites: Annotated[
+        int | None, typer.Option("--sites", help="Number of sites (4 with the embedded data).")
+    ] = None,
+    deadline: Deadline = 600.0,
+    quorum: Quorum = 0.5,
+    norm_limit: NormLimit = 10.0,
+    wire: Wire = "float32",
+    out: Annotated[Path, typer.Option("--out", help="The run folder to write.")] = Path("runs/federation"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")] = False,
+) -> None:
+    """Try a whole federation on this machine: authority, server and one process per site, with mutual TLS."""
+    from pf2lora.federation import require_nvflare
+
+    require_nvflare()
+    from pf2lora.cli.show import quiet_libraries, show_result
+    from pf2lora.federation.rehearse import rehearse as run
+    from pf2lora.federation.rehearse import with_sites
+
+    quiet_libraries()
+    config = with_sites(rehearsal_config(settings, file, sites), sites)
+    options = {"deadline": deadline, "quorum": quorum, "norm_limit": norm_limit, "wire": wire}
+    try:
+        result = run(config, out, options=options, force=force, tell=tell)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if sites is not None and len(result["clients"]) != sites:
+        tell(f"the data makes {len(result['clients'])} sites, whatever --sites says")
+    show_result(result, out)
+
+
+app.command(cls=ListCommand)(rehearse)
+
+
+def rehearsal_config(settings: dict[str, Any], file: Path | None, sites: int | None) -> Any:
+    """What was asked for; the embedded text and model where no data is named."""
+    named = "data" in settings or "model" in settings or file is not None
+    if named:
+        return read_config(settings, file)
+    from pf2lora.cli.demo import demo_config
+    from pf2lora.config import from_dict, merged, to_dict
+
+    demo = demo_config()
+    data = dataclasses.replace(demo.data, num_clients=sites or 4)
+    small = dataclasses.replace(
+        demo, method=("pf2lora",), data=data, title="A rehearsal: Rotten Tomatoes sentences"
+    )
+    return from_dict(merged(to_dict(small), settings), "command line")
+
+
+def tell(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+@app.command()
+def provision(
+    project: Annotated[Path, typer.Argument(help="project.toml: name, host, port, sites.")],
+    out: Annotated[Path, typer.Option("--out", help="A new folder for the kits.")] = Path("kits"),
+) -> None:
+    """Make a start-up kit for the server, every site and the lead."""
+    from pf2lora.federation.provision import provision as make
+    from pf2lora.federation.provision import read_project
+
+    made = make(read_project(project), out)
+    for name, folder in made.items():
+        typer.echo(f"{name}: {folder}")
+    typer.echo(f"the authority's key is in {out / 'authority'}: keep it where no participant can read it")
+
+
+@app.command()
+def join(kit: KitFolder) -> None:
+    """Start the server or a site from its kit; runs until Ctrl-C."""
+    from pf2lora.federation.processes import in_foreground, open_kit
+
+    opened = open_kit(kit)
+    tell(f"starting {opened.name}" + (f" on port {opened.port}" if opened.server else ""))
+    sys.exit(in_foreground(opened))
+
+
+@configured
+def submit(
+    settings: dict[str, Any],
+    file: Path | None,
+    kit: LeadKit,
+    sites: Annotated[list[str], typer.Option("--sites", help="The sites' names, in their order.")],
+    labels: Annotated[
+        list[str] | None, typer.Option("--labels", help="Every label of the federation.")
+    ] = None,
+    name: Annotated[str, typer.Option("--name", help="The run's name; the same name resumes.")] = "run",
+    deadline: Deadline = 600.0,
+    quorum: Quorum = 0.5,
+    norm_limit: NormLimit = 10.0,
+    wire: Wire = "float32",
+) -> None:
+    """Hand a run to the server. The same command resumes one that was stopped."""
+    from pf2lora.config import to_dict
+    from pf2lora.federation import admin
+    from pf2lora.federation.plan import Plan
+
+    config = read_config(settings, file)
+    if len(config.method) != 1 or config.seeds != 1:
+        raise UserError("a federation runs one method with one seed")
+    if config.task == "classification" and not labels:
+        raise UserError(
+            "--labels is missing: no one sees all the data, so the labels are named (--labels neg pos)"
+        )
+    unsent = ("data", "model", "device", "precision", "trackers", "title")
+    shared = {k: v for k, v in to_dict(config).items() if k not in unsent}
+    plan = Plan(
+        name,
+        shared,
+        config.method[0],
+        tuple(sites),
+        tuple(labels or ()),
+        deadline=deadline,
+        quorum=quorum,
+        norm_limit=norm_limit,
+        wire=wire,
+    )
+    job = admin.submit(kit, plan)
+    typer.echo(f"run {name!r} is job {job}: deadline {deadline:g} s a round, quorum {quorum:g}")
+
+
+app.command(cls=ListCommand)(submit)
+
+
+@app.command()
+def status(kit: LeadKit) -> None:
+    """Where every run stands."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from pf2lora.federation import admin
+
+    table = Table("run", "job", "state", "round", "sites there", "deadline", "quorum")
+    for job in admin.runs(kit):
+        now = job.get("pf2lora") or {}
+        there = ", ".join(now.get("present", []))
+        at = f"{now['round']} of {now['rounds']}" if now else ""
+        limits = (f"{now['deadline']:g} s", f"{now['quorum']:g}") if now else ("", "")
+        table.add_row(job["job_name"], job["job_id"][:8], job["status"].lower(), at, there, *limits)
+    Console().print(table)
+
+
+@app.command()
+def stop(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
+    """Stop a run; `submit` with the same name resumes it."""
+    from pf2lora.federation import admin
+
+    ids = admin.stop_run(kit, name)
+    if not ids:
+        raise UserError(f"no run {name!r} is going on")
+    typer.echo(f"run {name!r} is stopped")
