@@ -14,6 +14,8 @@ from pf2lora.errors import UserError
 
 app = typer.Typer(help="The paper's synthetic experiment and its theorem.", no_args_is_help=True)
 
+POINTS = {"served": "served", "before_averaging": "before avg."}
+
 Seed = Annotated[int, typer.Option("--seed", help="The first seed.")]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, from --seed on.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite what is in the folder.")]
@@ -109,9 +111,9 @@ def _name(files: list[Path]) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None)
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < 3 else "right")
+        table.add_column(column, justify="left" if i < 2 else "right")
     return table
 
 
@@ -119,30 +121,34 @@ def _print_synthetic(result: dict[str, Any], console: Console) -> None:
     from pf2lora.reproduce.figures import ROWS
 
     count = len(result["seeds"])
-    settings = result["settings"]
-    title = f"Step {result['steps'][-1]}, {settings['upper']} above, "
-    title += f"median [quartiles] of {count} seeds" if count > 1 else f"seed {result['seeds'][0]}"
-    table = _table(title, "method", "client", "measured", "train", "test", "‖Ŵ−W*‖/‖W*‖", "rank", "= W*'s")
+    title = f"step {result['steps'][-1]}, {result['settings']['upper']} above, "
+    title += f"median and quartiles of {count} seeds" if count > 1 else f"seed {result['seeds'][0]}"
+    table = _table(title, "client", "measured", "test loss", "‖Ŵ−W*‖/‖W*‖ %", "rank", "= W*'s")
     for method, label in ROWS.items():
-        for k, client in enumerate(result["clients"]):
+        best = result["optimum"][method]
+        for k in range(len(result["clients"])):
             for point, end in result["final"][method].items():
-                cells = [
-                    _spread(end[m], k, digits) for m, digits in (("train_loss", ".3g"), ("test_loss", ".3g"))
-                ]
-                cells += [_spread(end["relative_distance"], k, ".1%"), _spread(end["rank"], k, "g")]
-                table.add_row(
-                    label, client, point.replace("_", " "), *cells, f"{end['rank_right'][k]}/{count}"
-                )
-            best = result["optimum"][method]
-            cells = [_spread(best[m], k, ".3g") for m in ("train_loss", "test_loss")]
-            cells += [_spread(best["relative_distance"], k, ".1%"), "", ""]
-            table.add_row(label, client, f"optimum, rank ≤ {best['rank_limit'][k]}", *cells, style="dim")
+                cells = [*_cells(end, k), _spread(end["rank"], k), f"{end['rank_right'][k]}/{count}"]
+                table.add_row(f"{label} {k + 1}", POINTS[point], *cells)
+            name = f"RRR, ≤ {best['rank_limit'][k]}"
+            table.add_row(f"{label} {k + 1}", name, *_cells(best, k), style="dim")
     console.print(table)
+    console.print(
+        "RRR: the client's own reduced-rank regression at the highest rank it starts with\n"
+        "= W*'s: seeds whose learned rank is that of W* by the same 90% rule",
+        highlight=False,
+        style="dim",
+    )
 
 
-def _spread(values: dict[str, Any], k: int, digits: str) -> str:
+def _cells(values: dict[str, Any], k: int) -> list[str]:
+    percent = {q: [100 * v for v in quartile] for q, quartile in values["relative_distance"].items()}
+    return [_spread(values["test_loss"], k), _spread(percent, k, ".1f")]
+
+
+def _spread(values: dict[str, Any], k: int, digits: str = ".3g") -> str:
     low, middle, high = (format(values[q][k], digits) for q in ("q1", "median", "q3"))
-    return middle if low == middle == high else f"{middle} [{low}–{high}]"
+    return middle if low == middle == high else f"{middle} ({low}–{high})"
 
 
 def _print_theorem(result: dict[str, Any], console: Console) -> None:

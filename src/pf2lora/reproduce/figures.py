@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = ("svg", "png")
+DASHED, DOTTED = (0, (5, 3)), (0, (1, 1.4))
 COLOURS = (PALETTE[0], PALETTE[5])  # client 1, client 2
 STYLE: Any = {
     "font.size": 9,
@@ -58,19 +59,20 @@ def _draw_panel(axes: Axes, result: dict[str, Any], method: str, metric: str) ->
     steps = result["steps"]
     curves = result["curves"][method]
     for k, colour in enumerate(COLOURS):
+        apart = 0.05 * (2 * k - 1) if metric == "rank" else 0.0  # clients of the same rank stay visible
         served, before = (
-            {q: np.array(values)[:, k] for q, values in curves[point][metric].items()}
+            {q: np.array(values)[:, k] + apart for q, values in curves[point][metric].items()}
             for point in ("served", "before_averaging")
         )
         axes.fill_between(steps, served["q1"], served["q3"], color=colour, alpha=0.18, linewidth=0)
         axes.plot(steps, served["median"], color=colour, linewidth=1.6)
-        axes.plot(steps, before["median"], color=colour, linewidth=1.1, linestyle=(0, (1, 1.4)))
+        axes.plot(steps, before["median"], color=colour, linewidth=1.1, linestyle=DOTTED)
         if metric != "rank":
             axes.axhline(
                 result["optimum"][method][metric]["median"][k],
                 color=colour,
                 linewidth=1,
-                linestyle=(0, (5, 3)),
+                linestyle=DASHED,
             )
     if metric == "rank":
         _draw_true_ranks(axes, result)
@@ -104,20 +106,28 @@ def _synthetic_legend(figure: Figure, result: dict[str, Any]) -> None:
     from matplotlib.patches import Patch
 
     het, pf2 = (result["optimum"][method]["rank_limit"] for method in ("hetlora", "pf2lora"))
-    limits = f"HETLoRA {het[0]} and {het[1]}, PF2LoRA {pf2[0]}"
+    limits = f"rank ≤ {het[0]} and {het[1]} for HETLoRA, {pf2[0]} for PF2LoRA"
     handles: list[Any] = [
         *(Line2D([], [], color=c, linewidth=3, label=f"client {k}") for k, c in enumerate(COLOURS, 1)),
         Line2D([], [], color=INK, linewidth=1.6, label="served (after averaging)"),
-        Line2D([], [], color=INK, linewidth=1.1, linestyle=(0, (1, 1.4)), label="before averaging"),
+        Line2D([], [], color=INK, linewidth=1.1, linestyle=DOTTED, label="before averaging"),
         Line2D(
             [],
             [],
             color=INK,
             linewidth=1,
-            linestyle=(0, (5, 3)),
-            label=f"reduced-rank regression, closed form (rank ≤ {limits})",
+            linestyle=DASHED,
+            label=f"optimum: reduced-rank regression ({limits})",
         ),
-        Line2D([], [], color=INK, marker="D", markersize=6, linestyle="", label=r"rank of $W_k^*$"),
+        Line2D(
+            [],
+            [],
+            color=INK,
+            marker="D",
+            markersize=6,
+            linestyle="",
+            label=r"rank of $W_k^*$ by the same rule",
+        ),
     ]
     seeds = len(result["seeds"])
     if seeds > 1:
@@ -126,35 +136,50 @@ def _synthetic_legend(figure: Figure, result: dict[str, Any]) -> None:
 
 
 def draw_theorem(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Mean squared gradient norm against T on log axes, with the O(1/T) line."""
+    """Mean squared gradient norm against T with the O(1/T) line, and the hypergradient's bias under its bound."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.8, 4.4), layout="constrained")
-        axes = figure.subplots()
-        T = np.array(result["T"])
-        for i, means in enumerate(result["mean_squared_gradient"]):
-            label = f"measured, {_count(len(result['seeds']), 'problem')}" if i == 0 else None
-            axes.plot(T, means, color=PALETTE[0], linewidth=1.5, alpha=0.8, label=label)
-        if result["bound"] is not None:
-            label = r"the proof's bound $G/T$ (largest of the problems)"
-            axes.plot(
-                T,
-                max(result["bound"]) / T,
-                color=PALETTE[5],
-                linewidth=1.3,
-                linestyle=(0, (5, 3)),
-                label=label,
-            )
-        late = T[-(len(T) // 3) :]
-        anchor = max(means[-1] for means in result["mean_squared_gradient"]) * 2 * T[-1]
-        axes.plot(late, anchor / late, color=INK, linewidth=1, linestyle=(0, (1, 1.4)), label="slope −1")
-        axes.set(xscale="log", yscale="log", xlim=(1, T[-1]), xlabel="T")
-        axes.set_ylabel(r"$\frac{1}{T}\sum_{t<T}\,\|\nabla\Phi(x^t)\|^2$")
-        axes.legend(frameon=False, loc="upper right")
-        _plain(axes)
+        figure = Figure(figsize=(10.2, 4.2), layout="constrained")
+        rate, bias = figure.subplots(1, 2)
+        _draw_rate(rate, result)
+        _draw_bias(bias, result)
+        for axes in (rate, bias):
+            axes.set(xscale="log", yscale="log", xlim=(1, result["T"][-1]))
+            axes.legend(frameon=False, loc="upper right")
+            _plain(axes)
         return _save(figure, folder, "theorem")
+
+
+def _draw_rate(axes: Axes, result: dict[str, Any]) -> None:
+    T = np.array(result["T"])
+    means = result["mean_squared_gradient"]
+    if result["bound"] is not None:
+        bound = max(result["bound"]) / T
+        axes.plot(T, bound, color=COLOURS[1], linewidth=1.3, linestyle=DASHED, label="bound $G/T$")
+    _draw_problems(axes, T, means, _count(len(result["seeds"]), "problem"))
+    late = T[-(len(T) // 3) :]
+    anchor = 2 * max(mean[-1] for mean in means) * T[-1]
+    axes.plot(late, anchor / late, color=INK, linewidth=1, linestyle=DOTTED, label="slope −1")
+    axes.set_title(r"Mean of $\|\nabla\Phi(x^t)\|^2$ over $t < T$", loc="left")
+    axes.set_xlabel("$T$")
+
+
+def _draw_bias(axes: Axes, result: dict[str, Any]) -> None:
+    T = np.array(result["T"])
+    for i, bound in enumerate(result["bias_bound"]):
+        label = r"bound $L(1+\alpha L)\sqrt{1-\alpha\mu}\,\|y^t-y^*(x^t)\|$" if i == 0 else None
+        axes.plot(T, bound, color=COLOURS[1], linewidth=1.1, linestyle=DASHED, label=label)
+    _draw_problems(axes, T, result["bias"], _count(len(result["seeds"]), "problem"))
+    axes.set_title(r"Hypergradient's bias $\|\nabla\hat{\Phi}(x^t)-\nabla\Phi(x^t)\|$", loc="left")
+    axes.set_xlabel("$t$")
+
+
+def _draw_problems(axes: Axes, T: np.ndarray, curves: list[list[float]], label: str) -> None:
+    for i, curve in enumerate(curves):
+        name = f"measured, {label}" if i == 0 else None
+        axes.plot(T, curve, color=COLOURS[0], linewidth=1.4, alpha=0.8, label=name)
 
 
 def _count(number: int, noun: str) -> str:

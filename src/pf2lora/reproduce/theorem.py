@@ -174,33 +174,33 @@ def run(
     x = torch.stack([_normal(seed, "x", SIZE) for seed in seeds])
     y = torch.stack([_normal(seed, "y", SIZE) for seed in seeds])
     bound = constants.bound(problem.gap(x), (y - problem.best_y(x)).norm(dim=1))
-    moments, alpha = no_moments(x), constants.alpha
-    squares, biases, contractions = [], [], []
+    moments = no_moments(x)
+    rows = []
     for _ in range(settings.steps):
-        hyper = bilevel(problem.f, x, y, alpha, settings.hypergradient, None, None, None, None)
+        hyper = bilevel(problem.f, x, y, constants.alpha, settings.hypergradient, None, None, None, None)
         best = problem.best_y(x)
         truth = problem.gradient(x, best)
-        distance = (y - best).norm(dim=1)
-        resolved = torch.where(distance > RESOLVED * best.norm(dim=1), distance, torch.inf)
-        biases.append((hyper.gradient - truth).norm(dim=1) / (constants.bias * resolved))
-        contractions.append((hyper.y - best).norm(dim=1) / ((1 - alpha * constants.mu) ** 0.5 * resolved))
-        squares.append(truth.square().sum(1))
+        measured = (truth, hyper.gradient - truth, y - best, hyper.y - best, best)
+        rows.append(torch.stack([vector.norm(dim=1) for vector in measured]))
         x, moments = sgd(hyper.gradient, moments, x, constants.eta)
         y = hyper.y
         advance()
-    return summarise(seeds, settings, constants, torch.stack(squares), bound) | {
-        "bias_ratio": torch.stack(biases).amax(0).tolist(),
-        "contraction_ratio": torch.stack(contractions).amax(0).tolist(),
-    }
+    return summarise(seeds, settings, constants, torch.stack(rows, dim=1), bound)
 
 
 def summarise(
-    seeds: list[int], settings: Settings, constants: Constants, squares: Tensor, bound: Tensor | None
+    seeds: list[int], settings: Settings, constants: Constants, norms: Tensor, bound: Tensor | None
 ) -> dict[str, Any]:
-    """The mean squared gradient norm at some T, evenly spaced on a log axis, and its slope over the last decade."""
-    steps = len(squares)
+    """Curves at some T, evenly spaced on a log axis, and the largest ratio of each lemma's two sides over all steps.
+
+    `norms (5, T, S)` are those of ∇Φ, the hypergradient's bias, y − y*(x), y⁺ − y*(x) and y*(x).
+    """
+    gradient, bias, before, after, best = norms.numpy()
+    resolved = np.where(before > RESOLVED * best, before, np.inf)
+    contraction = (1 - constants.alpha * constants.mu) ** 0.5
+    steps = len(gradient)
     T = np.unique(np.geomspace(1, steps, 200).round().astype(int))
-    sums = squares.cumsum(0).numpy()
+    sums = np.square(gradient).cumsum(0)
     tenth = steps // 10
     slope = np.log(sums[-1] / sums[tenth - 1]) / np.log(steps / tenth) - 1
     limit = None if bound is None else bound.numpy()
@@ -220,4 +220,8 @@ def summarise(
         "slope_last_decade": slope.tolist(),
         "bound": None if limit is None else limit.tolist(),
         "bound_ratio": None if limit is None else (sums[-1] / limit).tolist(),  # the sum only grows with T
+        "bias": bias[T - 1].T.tolist(),
+        "bias_bound": (constants.bias * before)[T - 1].T.tolist(),
+        "bias_ratio": (bias / (constants.bias * resolved)).max(0).tolist(),
+        "contraction_ratio": (after / (contraction * resolved)).max(0).tolist(),
     }
