@@ -25,6 +25,7 @@ from pf2lora.adapters import AdapterSpec, TwoLevelModel
 from pf2lora.engines.local import Schedule, train
 from pf2lora.errors import UserError
 from pf2lora.methods.pf2lora import PF2LoRA
+from pf2lora.randomness import keep_mask
 
 ROBERTA_LARGE = {
     "hidden_size": 1024,
@@ -207,6 +208,21 @@ def test_the_scalings_are_factors_of_the_products() -> None:
 
     batch = p.source.draw([0, 1, 2], [0, 0, 0])
     torch.testing.assert_close(p.F(p.x, p.y, batch), q.F(scaled(q, "B", 2.0), scaled(q, "D", 3.0), batch))
+
+
+def test_dropout_acts_on_the_adapters_input_and_keeps_its_mean() -> None:
+    """`W_0 u + s·B A (mask ∘ u)/(1 − p)`: the base's own path is whole."""
+    two_level = tiny_two_level("roberta", dropout=0.25, client_rank=0, scaling=1.5)
+    layer = two_level.adapted["roberta.encoder.layer.1.attention.self.value"]
+    x = torch.randn(2, two_level.x.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    views, key = two_level.x.unpack(x), torch.tensor([11, 12])
+    layer.bind(views, {}, key)
+    u = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    kept = keep_mask(key, layer.number, u.shape, 0.25)
+    assert 0 < kept.double().mean() < 1
+    A, B = (views[f"{layer.parts[0].name}.{kind}"].repeat_interleave(2, 0) for kind in "AB")
+    expected = layer.base(u) + 1.5 * (u * kept / 0.75) @ A.mT @ B.mT
+    torch.testing.assert_close(layer(u), expected, rtol=0, atol=1e-12)
 
 
 # ---- precision ----

@@ -39,6 +39,8 @@ def test_a_clients_batch_does_not_depend_on_its_company() -> None:
     assert torch.equal(together.tensors["labels"][4:8], alone.tensors["labels"])
     assert together.key is not None and alone.key is not None and torch.equal(together.key[1:2], alone.key)
     assert len(set(together.key.tolist())) == 3
+    turned = EncodedSource(data, ["c", "a", "b"], 4, seed=7, keyed=True).draw([0], [1])
+    assert turned.key is not None and torch.equal(turned.key, alone.key)  # by name, not by position
     only = EncodedSource(tiny_data((5, 9)), ["a", "b"], 4, seed=7).draw([1], [0])  # without client c at all
     with_c = source.draw([1], [0])
     rows_of_b = set(map(tuple, data.token_columns["input_ids"][5:14].tolist()))

@@ -99,7 +99,8 @@ def test_the_tail_starts_at_the_floor_of_gamma_times_rank() -> None:
     p = regression_problem(rank=6)
     columns = lambda gamma, ranks: het(p, gamma=gamma).kept_columns(torch.tensor(ranks)).tolist()  # noqa: E731
     assert columns(0.99, [1, 2, 8, 12]) == [0, 1, 7, 11]  # the last column
-    assert columns(0.7, [10, 3, 1]) == [7, 2, 0]  # 0.7 · 10 is 7, not 6.999…
+    assert columns(0.7, [10, 3, 1]) == [7, 2, 0]
+    assert columns(0.29, [100]) == [29]  # in floating point 0.29 · 100 is 28.999…
     assert columns(0.5, [4, 5]) == [2, 2]
 
 

@@ -281,7 +281,8 @@ class TwoLevelModel:
     def remove(self) -> None:
         """Give the base model its own layers back, so that it can be adapted anew."""
         self.unbind()
-        for name, layer in [*self.adapted.items(), *self.heads.items()]:
+        layers: dict[str, Adapted | ClientLinear] = {**self.adapted, **self.heads}
+        for name, layer in layers.items():
             self.model.set_submodule(name, layer.base)
 
     @property
