@@ -34,6 +34,7 @@ NO_ANSWER_METRICS = {
     "answerable_f1": Metric("F1, answerable"),
     "unanswerable_f1": Metric("F1, unanswerable"),
 }
+ANSWERABLE, UNANSWERABLE = "answer", "no answer"
 SHORTEST_STEP = 16  # tokens by which a window moves on, at least
 
 
@@ -115,6 +116,11 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
                 f"tokens: a longer max_length or a shorter stride is needed"
             )
         self.question_room = room
+
+    @property
+    def labels(self) -> list[str]:
+        """What a question can have; a saved run remembers it."""
+        return [ANSWERABLE, UNANSWERABLE] if self.no_answers else [ANSWERABLE]
 
     def load_model(self, name: str, dtype: torch.dtype) -> PreTrainedModel:
         model = load_model(AutoModelForQuestionAnswering, name, dtype)

@@ -1,0 +1,56 @@
+"""`pf2lora generate`: what a client's model writes after a prompt."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pf2lora.cli.use import ClientName, Device, Json, Method, Run, open_run
+from pf2lora.errors import UserError
+
+
+def generate(
+    run: Run,
+    prompts: Annotated[list[str] | None, typer.Argument(help="The prompts to continue.")] = None,
+    client: ClientName = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", help="A file of prompts: one a line, or a data file with a prompt column."),
+    ] = None,
+    beams: Annotated[int | None, typer.Option("--beams", help="Beam width (default: the run's).")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", help="Longest text in tokens (default: the run's).")
+    ] = None,
+    method: Method = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Continue prompts with a client's model: one line of output for each prompt."""
+    from pf2lora.data.prompts import read_prompts
+
+    wanted = [*(prompts or []), *(read_prompts(file) if file else [])]
+    if not wanted:
+        raise UserError("nothing to continue: give prompts, or --file with one prompt a line")
+    if any(not prompt.strip() for prompt in wanted):
+        raise UserError("an empty prompt cannot be continued")
+    loaded = open_run(run, method, device)
+    if loaded.config.task != "generation":
+        raise UserError(f"{run} is a run of {loaded.config.task}; 'pf2lora predict' is for classification")
+    task = loaded.task
+    task.decoding = replace(
+        task.decoding,
+        beams=beams or task.decoding.beams,
+        max_new_tokens=max_new_tokens or task.decoding.max_new_tokens,
+    )
+    x, y = loaded.client(client)
+    texts = task.generate(loaded.model, x, y, [wanted])[0]
+    if as_json:
+        found = [{"prompt": prompt, "text": text} for prompt, text in zip(wanted, texts)]
+        typer.echo(json.dumps(found, ensure_ascii=False))
+        return
+    for text in texts:
+        typer.echo(" ".join(text.split()))
