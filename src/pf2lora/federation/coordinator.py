@@ -104,6 +104,7 @@ class Coordinator:
         assert self.method is not None
         number = self.done + 1
         refused: dict[str, str] = {}
+        stopped: list[str] = []
         updates: dict[str, wire.Message] = {}
         scores: dict[str, dict[str, Any]] = {}
         for site, data in answers.items():
@@ -116,7 +117,9 @@ class Coordinator:
             if message.fields["kind"] == "update":
                 updates[site] = message
             elif message.fields["kind"] == "problem":
-                refused[site] = PROBLEMS.get(message.fields.get("code", ""), "it failed")
+                code = message.fields.get("code", "failed")
+                refused[site] = PROBLEMS.get(code, PROBLEMS["failed"])
+                stopped += [site] if code != "refused" else []
         vectors = {site: wire.to_flat(self.layout, m.tensors) for site, m in updates.items() if m.tensors}
         refused |= self.too_far(vectors)
         kept = [s for s in self.plan.sites if s in updates and s not in refused]
@@ -134,6 +137,7 @@ class Coordinator:
             "answered": kept,
             "missing": missing,
             "refused": refused,
+            "stopped": stopped,
             "bytes": {site: len(data) for site, data in answers.items()},
             "scores": {s: f for s, f in scores.items() if s not in refused},
         }
@@ -156,15 +160,14 @@ class Coordinator:
         return message
 
     def too_far(self, vectors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Updates whose norm is beyond the limit. The change of x is measured; in round 1, where the server knows
-        no x yet, x itself."""
-        reference = 0 if self.common is None else self.common
-        norms = {site: float((v - reference).double().norm()) for site, v in vectors.items()}
+        """Updates whose norm is beyond the limit. It is the norm of x as sent, not of its change: where the others
+        have converged, the honest change of a site that was away is many times theirs."""
+        norms = {site: float(v.double().norm()) for site, v in vectors.items()}
         if len(norms) < 3:  # of two, nobody can say which is the odd one
             return {}
         limit = self.plan.norm_limit * float(torch.tensor(list(norms.values())).median())
         return {
-            site: f"its update's norm {norm:.3g} is beyond {self.plan.norm_limit:g} times the median ({limit:.3g})"
+            site: f"its update's norm {norm:.3g} is beyond {limit:.3g}, {self.plan.norm_limit:g} times the median"
             for site, norm in norms.items()
             if norm > limit
         }

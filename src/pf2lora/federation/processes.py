@@ -21,6 +21,9 @@ from pf2lora.errors import UserError
 from pf2lora.federation import require_nvflare
 
 PATIENCE = 10.0  # seconds between asking a process to stop and making it
+ENGINE = {
+    "NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5"
+}  # a job's end does not wait 900 s for a site that is gone
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def start(
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT if log else None,
-        env=os.environ | {"NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "30"} | dict(environment or {}),
+        env=os.environ | ENGINE | dict(environment or {}),
         start_new_session=True,
     )
 

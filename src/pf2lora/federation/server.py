@@ -33,6 +33,7 @@ from pf2lora.federation.site import BODY
 from pf2lora.trial import evaluation_rounds
 
 PERIOD = 0.05  # seconds between looks at the tasks
+LOADING = 600.0  # seconds for a site to load its data and base model, at least
 
 
 class Rounds(Controller):
@@ -105,12 +106,13 @@ class Rounds(Controller):
             f"{plan.run.rounds}, deadline {plan.deadline:g} s, quorum {plan.quorum:g} of a round's sites",
         )
         hello = wire.encode({"kind": "hello", "round": self.coordinator.done + 1})
-        answers = self.exchange("hello", dict.fromkeys(connected, hello))
+        patience = max(LOADING, plan.deadline)
+        answers = self.exchange("hello", dict.fromkeys(connected, hello), patience)
         for site, data in answers.items():
             self.admit(site, data, fatal=self.coordinator.done == 0)
         for site in connected:
             if site not in answers:
-                self.lose(site, "did not say hello in time")
+                self.lose(site, f"did not say hello within {patience:g} s")
         if len(self.present) < plan.needed(len(plan.sites)):
             raise QuorumMissed(
                 self.coordinator.done + 1,
@@ -170,7 +172,7 @@ class Rounds(Controller):
                 return
             began = time.perf_counter()
             requests = coordinator.requests(self.present, measured)
-            answers = self.exchange("round", requests)
+            answers = self.exchange("round", requests, self.plan.deadline)
             if self.abort.triggered:
                 return
             missing = [s for s in coordinator.chosen(coordinator.done + 1) if s not in answers]
@@ -181,7 +183,7 @@ class Rounds(Controller):
                     )
             record = coordinator.finish_round(answers, time.perf_counter() - began, missing)
             self.report(record)
-        answers = self.exchange("finish", coordinator.farewell(self.present))
+        answers = self.exchange("finish", coordinator.farewell(self.present), self.plan.deadline)
         if self.abort.triggered:
             return
         coordinator.finish(answers)
@@ -191,8 +193,8 @@ class Rounds(Controller):
     def report(self, record: Mapping[str, Any]) -> None:
         for site, why in record["refused"].items():
             say(self.folder, f"round {record['round']}: {site} is left out: {why}")
-            if record["scores"].get(site, {}).get("kind") == "problem" or "allow-list" in why:
-                self.present = [s for s in self.present if s != site]
+        for site in record["stopped"]:  # it has stopped, and returns when it is started again
+            self.present = [s for s in self.present if s != site]
         answered = ", ".join(record["answered"])
         say(
             self.folder,
@@ -209,15 +211,14 @@ class Rounds(Controller):
 
     # --- messages over FLARE --------------------------------------------------------------------------------
 
-    def exchange(self, name: str, messages: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Send every site its message; what came back within the deadline."""
+    def exchange(self, name: str, messages: Mapping[str, bytes], patience: float) -> dict[str, bytes]:
+        """Send every site its message; what came back within `patience` seconds."""
         answers: dict[str, bytes] = {}
-        seconds = math.ceil(self.plan.deadline)
         tasks = [
-            self.post(name, site, data, seconds, partial(answers.__setitem__, site))
+            self.post(name, site, data, math.ceil(patience), partial(answers.__setitem__, site))
             for site, data in messages.items()
         ]
-        until = time.monotonic() + self.plan.deadline
+        until = time.monotonic() + patience
         with self.changed:
             while len(answers) < len(messages) and time.monotonic() < until and not self.abort.triggered:
                 self.changed.wait(timeout=min(0.5, max(0.01, until - time.monotonic())))

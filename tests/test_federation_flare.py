@@ -1,0 +1,373 @@
+"""The federation with real processes: mutual TLS, faults, strangers. The short one runs always, the others are slow."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from small_federation import SITES, make_plan, settings, write_data, write_model, write_site_file
+
+pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
+
+import psutil
+from flare_federation import GUEST, LEAD, Flare, flare
+from safetensors.torch import load_file
+from test_federation_core import local_run
+
+from pf2lora.errors import UserError
+from pf2lora.federation import admin, processes
+from pf2lora.federation.coordinator import Coordinator
+from pf2lora.federation.plan import Plan
+
+
+def rehearse_command(root: Path, rounds: int, sites: int = 2) -> list[str]:
+    """`pf2lora federation rehearse` on small files."""
+    write_model(root / "model")
+    write_data(root, SITES[:sites])
+    values = settings(rounds=rounds)
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in values.items()]
+    files = ["--clients", str(root / "train"), "--test", str(root / "test"), "--model", str(root / "model")]
+    start = [sys.executable, "-c", "from pf2lora.cli.federation import app; app()", "rehearse"]
+    return [*start, *files, *flags, "--out", str(root / "run"), "--deadline", "60", "--device", "cpu"]
+
+
+def leftovers(root: Path) -> list[str]:
+    """Processes of a federation under `root` that still run."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(root) in line and "nvflare" in line:
+            found.append(line)
+    return found
+
+
+def test_a_rehearsal_leaves_a_run_folder_with_the_local_engines_numbers(tmp_path: Path) -> None:
+    done = subprocess.run(
+        rehearse_command(tmp_path, 3), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "round 3 of 3: 2 answered (site-1, site-2)" in done.stderr
+    assert "deadline 60 s, quorum 0.5" in done.stderr
+    out = tmp_path / "run"
+    _, common, trial = local_run(tmp_path, make_plan("pf2lora", SITES[:2]))
+    saved = load_file(out / "state" / "common.safetensors")
+    flat = trial.model.x.pack({name: t[None] for name, t in saved.items()})[0]
+    assert (flat - common).abs().max() <= 1e-5
+    result = json.loads((out / "result.json").read_text())
+    assert result["methods"]["pf2lora"]["runs"][0]["served"]["accuracy"]["mean"] is not None
+    assert (out / "report.html").exists()
+    assert {p.name for p in (out / "clients").iterdir()} == {"site-1", "site-2"}
+    keys = list((out / "federation").rglob("*.key"))
+    assert len(keys) == 4
+    assert all(stat.S_IMODE(key.stat().st_mode) == 0o600 for key in keys)
+    assert leftovers(tmp_path) == []
+
+
+# --- faults -------------------------------------------------------------------------------------------------
+
+
+def last_common(run: Flare) -> torch.Tensor:
+    common = Coordinator(run.plan, run.run).common
+    assert common is not None
+    return common
+
+
+@pytest.mark.slow
+def test_a_killed_site_is_waited_for_once_and_comes_back(tmp_path: Path) -> None:
+    plan = make_plan("pf2lora", SITES[:3], config={"rounds": 25, "steps": 30}, deadline=10)
+    with flare(tmp_path, plan) as run:
+        run.start("server")
+        run.start(*plan.sites)
+        run.submit()
+        run.wait(lambda: run.round() >= 2, 120, "round 2")
+        run.kill("site-2")
+        at = run.round() + 1
+        run.wait(lambda: run.says("site-2 did not answer round"), 60, "the deadline")
+        run.wait(lambda: run.round() >= at + 3, 60, "three more rounds")
+        records = Coordinator(plan, run.run).records
+        waited = [r["round"] for r in records if r["seconds"] >= 9]
+        assert len(waited) == 1  # later rounds did not wait
+        state = tmp_path / "state" / "site-2" / plan.name
+        had = max(int(p.stem.split("-")[1]) for p in state.glob("round-*"))
+        run.start("site-2")
+        run.wait(lambda: run.state() == "finished", 240, "the end")
+        records = Coordinator(plan, run.run).records
+        with_it = [r["round"] for r in records if "site-2" in r["answered"]]
+        assert max(with_it) == 25
+        steps = [
+            r["scores"]["site-2"]["steps"]
+            for r in records
+            if "site-2" in r["scores"] and "steps" in r["scores"]["site-2"]
+        ]
+        from safetensors import safe_open
+
+        with safe_open(state / "round-000025.safetensors", "pt") as file:
+            done = int(file.metadata()["steps"])
+        # Its own optimizer steps: those of the rounds it took part in, the one it was killed in maybe among them.
+        assert sum(steps) <= done <= sum(steps) + 30
+        assert had in with_it or had == max(r for r in with_it if r < at) + 1
+
+
+@pytest.mark.slow
+def test_a_killed_job_process_is_started_again_and_rejoins_the_same_job(tmp_path: Path) -> None:
+    plan = make_plan("pf2lora", SITES[:2], config={"rounds": 30, "steps": 30}, deadline=5)
+    with flare(tmp_path, plan) as run:
+        run.start("server")
+        run.start(*plan.sites)
+        job = run.submit()
+        run.wait(lambda: run.round() >= 2, 120, "round 2")
+        run.kill_job("site-2")
+        run.wait(lambda: run.state() == "finished", 240, "the end")
+        assert "site-2" in Coordinator(plan, run.run).records[-1]["answered"]
+        assert json.loads((run.run / "status.json").read_text())["job"] == job
+
+
+@pytest.mark.slow
+def test_a_killed_server_resumes_and_the_result_is_the_same(tmp_path: Path) -> None:
+    plan = make_plan("hetlora", SITES[:3], config={"rounds": 12, "steps": 20}, deadline=60)
+    with flare(tmp_path, plan) as run:
+        run.start("server")
+        run.start(*plan.sites)
+        run.submit()
+        run.wait(lambda: run.round() >= 4, 120, "round 4")
+        time.sleep(0.4)  # in the middle of a round: some sites have saved it, the server has not
+        run.kill("server")
+        finished = Coordinator(plan, run.run).done
+        assert finished >= 4
+        run.start("server")
+        began = time.time()
+        registered = [run.kits["server"] / "registered" / site for site in plan.sites]
+        run.wait(
+            lambda: all(f.stat().st_mtime > began for f in registered), 120, "the sites to find it again"
+        )
+        run.submit()
+        run.wait(lambda: run.state() == "finished", 240, "the end")
+        assert run.says(f"rounds {finished + 1} to 12")
+        records = Coordinator(plan, run.run).records
+        assert [r["round"] for r in records] == list(range(1, 13))
+        assert all(r["answered"] == list(plan.sites) for r in records)
+        _, common, _ = local_run(tmp_path, plan)
+        assert (last_common(run) - common).abs().max() <= 1e-5
+
+
+@pytest.mark.slow
+def test_a_site_that_cannot_save_stops_with_one_line_and_the_others_go_on(tmp_path: Path) -> None:
+    plan = make_plan("homlora", SITES[:3], config={"rounds": 12, "steps": 10}, deadline=60)
+    small = tmp_path / "small-disk"
+    small.mkdir()
+    mounted = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], check=False
+        ).returncode
+        == 0
+    )
+    if not mounted:
+        pytest.skip("a small disk needs the right to mount one")
+    try:
+        with flare(tmp_path, plan) as run:
+            write_site_file(
+                run.kits["site-2"] / "local" / "site.toml", tmp_path, "site-2", state=small / "state"
+            )
+            run.start("server")
+            run.start(*plan.sites)
+            run.submit()
+            run.wait(lambda: run.state() == "finished", 240, "the end")
+            assert run.says("site-2 is left out: the disk of its state folder is full")
+            assert "is full: free some space, then start the site again" in run.log("site-2")
+            assert Coordinator(plan, run.run).records[-1]["answered"] == ["site-1", "site-3"]
+    finally:
+        subprocess.run(["umount", str(small)], check=False)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_everything_and_the_same_command_resumes(tmp_path: Path) -> None:
+    command = rehearse_command(tmp_path, 200)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("round 5 of"):
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(timeout=60) == 130
+    assert "the same command resumes after round" in rest
+    assert leftovers(tmp_path) == []
+    again = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert again.stderr is not None
+    rounds = [line for line in again.stderr if line.startswith("round ")]
+    assert again.wait(timeout=60) == 0
+    assert 5 < int(rounds[0].split()[1]) < 200
+    assert len(Coordinator(*unfinished(tmp_path)).records) == 200
+
+
+def unfinished(root: Path) -> tuple[Plan, Path]:
+    folder = root / "run" / "federation"
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    return plan, folder / "kits" / "server" / "runs" / plan.name
+
+
+# --- only x leaves ------------------------------------------------------------------------------------------
+
+LEAKY = """
+import sys
+if "worker_process" in " ".join(sys.orig_argv):
+    import json
+    from safetensors.torch import save
+    from nvflare.apis.shareable import Shareable
+    from pf2lora.federation import site, wire, worker
+    answer, execute = worker.Worker.answer, site.Site.execute
+
+    def leaking(self, data):
+        fields, tensors = wire.decode(reply := answer(self, data))
+        state, number = self.latest and self.latest.state, fields["round"]
+        if fields["kind"] != "update":
+            return reply
+        if number == 1:
+            tensors["bert.encoder.layer.0.attention.self.query.C"] = state.y[0]
+        elif number == 2:
+            tensors["moments"] = state.opt.mean[0]
+        elif number == 3:
+            fields["text"] = "w1 w2 w3"
+        elif number == 4:
+            return save(tensors, metadata={wire.FIELDS: json.dumps(fields), "note": "w1 w2 w3"})
+        return wire.encode(fields, tensors)
+
+    def telling(self, task, shareable, fl_ctx, abort):
+        reply = execute(self, task, shareable, fl_ctx, abort)
+        number = wire.decode(shareable[site.BODY]).fields["round"]
+        if number == 5:
+            reply["more"] = "w1 w2 w3"
+        if number == 6:
+            reply.set_header("more", "w1 w2 w3")
+        return reply
+
+    worker.Worker.answer, site.Site.execute = leaking, telling
+"""
+
+
+@pytest.mark.slow
+def test_what_is_not_declared_is_refused_at_the_site_and_the_run_says_so(tmp_path: Path) -> None:
+    plan = make_plan("pf2lora", SITES[:3], config={"rounds": 8}, deadline=60)
+    (tmp_path / "leaky").mkdir()
+    (tmp_path / "leaky" / "sitecustomize.py").write_text(LEAKY)
+    with flare(tmp_path, plan) as run:
+        run.environment["site-2"] = {"PYTHONPATH": str(tmp_path / "leaky")}
+        run.start("server")
+        run.start(*plan.sites)
+        run.submit()
+        run.wait(lambda: run.state() == "finished", 180, "the end")
+        for record in Coordinator(plan, run.run).records:
+            leaked = record["round"] <= 6
+            assert ("site-2" in record["refused"]) == leaked, record
+            assert ("site-2" in record["answered"]) != leaked
+        assert run.says(
+            "round 1: site-2 is left out: its own allow-list refused the message: nothing was sent"
+        )
+        for why in (
+            "'bert.encoder.layer.0.attention.self.query.C'",
+            "'moments'",
+            "'text'",
+            "'note'",
+            "'more'",
+        ):
+            assert any(
+                "refused to send" in line and why in line for line in run.log("site-2").splitlines()
+            ), why
+        assert "w1 w2 w3" not in run.log("server")
+
+
+# --- strangers ----------------------------------------------------------------------------------------------
+
+
+def self_signed(kit: Path) -> None:
+    """Replace a kit's certificate by one that no authority signed, for the same name."""
+    folder = kit / "startup"
+    kind = "-x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=site-2/O=pf2lora".split()
+    files = ["-keyout", str(folder / "client.key"), "-out", str(folder / "client.crt")]
+    subprocess.run(["openssl", "req", *kind, *files], check=True, capture_output=True)
+    (folder / "client.key").chmod(0o600)
+
+
+@pytest.mark.slow
+def test_strangers_get_nothing(tmp_path: Path) -> None:
+    plan = make_plan("pf2lora", SITES[:2], config={"rounds": 2}, deadline=60)
+    with flare(tmp_path, plan) as run:
+        run.start("server")
+        run.start("site-1")
+        port = processes.open_kit(run.kits["server"]).port
+        # Without a certificate TLS itself fails.
+        bare = subprocess.run(
+            [
+                "openssl",
+                "s_client",
+                "-connect",
+                f"localhost:{port}",
+                "-CAfile",
+                str(run.kits["site-1"] / "startup" / "rootCA.pem"),
+            ],
+            input="",
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+        assert "alert" in bare.stdout + bare.stderr or "Verify return code: 0" not in bare.stdout
+        # With a certificate that our authority did not sign.
+        self_signed(run.kits["site-2"])
+        with (tmp_path / "stranger.log").open("wb") as log:
+            run.started["site-2"] = processes.start(processes.open_kit(run.kits["site-2"]), log)
+            time.sleep(20)
+        assert not (run.kits["server"] / "registered" / "site-2").exists()
+        # With the role of a member: it may look, and not act.
+        assert admin.runs(run.kits[GUEST]) == []
+        with pytest.raises(UserError, match=r"guest@pf2lora\.local may not do this"):
+            admin.submit(run.kits[GUEST], plan)
+        assert admin.runs(run.kits[LEAD]) == []
+        # A person whose certificate is not ours.
+        stranger = tmp_path / "stranger"
+        shutil.copytree(run.kits[LEAD], stranger)
+        self_signed(stranger)
+        with pytest.raises(UserError):
+            admin.submit(stranger, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["code", "class"])
+def test_a_job_with_code_or_with_another_class_does_not_run(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan("pf2lora", SITES[:2], config={"rounds": 2}, deadline=60)
+    write = admin.write_job
+
+    def tampered(plan: Plan, folder: Path) -> Path:
+        job = write(plan, folder)
+        proof = f"open({str(tmp_path / 'proof')!r}, 'w').close()\n"
+        if kind == "code":
+            (job / "app" / "custom").mkdir()
+            (job / "app" / "custom" / "evil.py").write_text(proof)
+        else:
+            file = job / "app" / "config" / "config_fed_client.json"
+            other = "nvflare.app_common.np.np_trainer.NPTrainer"
+            file.write_text(file.read_text().replace("pf2lora.federation.site.Site", other))
+        return job
+
+    monkeypatch.setattr(admin, "write_job", tampered)
+    with flare(tmp_path, plan) as run:
+        run.start("server")
+        run.start(*plan.sites)
+        try:
+            run.submit()
+        except UserError:
+            return  # refused at the door
+        time.sleep(30)
+        assert run.state() != "finished"
+        assert run.round() == 0
+        assert not (tmp_path / "proof").exists()
