@@ -1,0 +1,195 @@
+"""What the benchmarks run on: models of well-known shapes with random weights, random clients, and their arithmetic."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    GPT2Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+)
+from transformers.pytorch_utils import Conv1D
+
+from pf2lora.adapters import AdapterSpec, TwoLevelModel
+from pf2lora.data.batches import Batch, Encoded, EncodedSource
+from pf2lora.method import Loss
+from pf2lora.tasks.classification import Classification
+from pf2lora.tasks.generation import Generation
+
+LABELS = ["0", "1"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, `batch` rows a step and client, of `length` tokens each, or of varied lengths up to that.
+
+    GPT-2 is trained on the causal language-model loss, the encoders on classifying sequences.
+    """
+
+    config: PretrainedConfig
+    batch: int = 16
+    length: int = 128
+    varied: bool = False
+
+    @property
+    def causal(self) -> bool:
+        return isinstance(self.config, GPT2Config)
+
+
+def encoder(
+    width: int, layers: int, heads: int, vocabulary: int, kind: type = RobertaConfig, deviation: float = 0.02
+) -> PretrainedConfig:
+    config: PretrainedConfig = kind(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        vocab_size=vocabulary,
+        max_position_embeddings=514,
+        num_labels=len(LABELS),
+        initializer_range=deviation,
+    )
+    return config
+
+
+def decoder(
+    width: int, layers: int, heads: int, vocabulary: int, deviation: float = 0.02
+) -> PretrainedConfig:
+    return GPT2Config(
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        vocab_size=vocabulary,
+        initializer_range=deviation,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+SHAPES: dict[str, Shape] = {
+    "roberta-base": Shape(encoder(768, 12, 12, 50265)),
+    "roberta-large": Shape(encoder(1024, 24, 16, 50265)),
+    "gpt2-medium": Shape(decoder(1024, 24, 16, 50257), batch=4),
+    "gpt2-xl": Shape(decoder(1600, 48, 25, 50257), batch=4),
+    "minilm": Shape(encoder(384, 6, 12, 30522, BertConfig), varied=True),
+    # Wider weights, as a narrow model needs them for its outputs to depend on its adapters at all.
+    "small-roberta": Shape(encoder(32, 2, 2, 100, deviation=0.3), batch=2, length=8),
+    "small-gpt2": Shape(decoder(32, 2, 2, 100, deviation=0.3), batch=2, length=8),
+}
+
+
+def random_lengths(shape: Shape, count: int, random: np.random.Generator) -> np.ndarray:
+    """All of the full length, or as short texts have them: log-normal with median 30 tokens."""
+    if not shape.varied:
+        return np.full(count, shape.length)
+    return np.clip(random.lognormal(np.log(30), 0.5, count).astype(np.int64), 4, shape.length)
+
+
+def random_rows(shape: Shape, clients: int, rows: int) -> Encoded:
+    """`rows` rows of random tokens for each client."""
+    random = np.random.default_rng(0)
+    total = clients * rows
+    lengths = random_lengths(shape, total, random)
+    tokens = random.integers(3, shape.config.vocab_size, (total, shape.length))
+    tokens[np.arange(shape.length) >= lengths[:, None]] = 1
+    target = (
+        {"prompt_length": np.zeros(total, np.int64)}
+        if shape.causal
+        else {"labels": random.integers(0, 2, total)}
+    )
+    return Encoded(
+        {"input_ids": torch.from_numpy(tokens)},
+        {name: torch.from_numpy(column) for name, column in target.items()},
+        lengths,
+        tuple(range(0, total + 1, rows)),
+    )
+
+
+def random_model(shape: Shape, device: torch.device) -> PreTrainedModel:
+    """The model in float32, its weights drawn where it lives: a large one is slow to draw on a host."""
+    torch.manual_seed(0)
+    kind = AutoModelForCausalLM if shape.causal else AutoModelForSequenceClassification
+    with device:
+        model: PreTrainedModel = kind.from_config(copy.deepcopy(shape.config), attn_implementation="sdpa")
+    return model.eval()
+
+
+class Workload:
+    """A frozen model on a device and the clients that train on it."""
+
+    def __init__(self, shape: Shape, clients: int, device: torch.device, *, rows: int) -> None:
+        self.shape, self.device = shape, device
+        self.base = random_model(shape, device)
+        words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+        self.task = Generation(tokenizer) if shape.causal else Classification(tokenizer, LABELS)
+        names = [f"client-{k}" for k in range(clients)]
+        self.source = EncodedSource(random_rows(shape, clients, rows).to(device), names, shape.batch, seed=0)
+
+    def adapt(self, *, two_level: bool) -> TwoLevelModel:
+        """The base model with the project's default adapters; `remove()` gives the base model back."""
+        spec = AdapterSpec() if two_level else AdapterSpec(client_rank=0)
+        return TwoLevelModel(self.base, spec)
+
+    def loss(self, model: TwoLevelModel) -> Loss:
+        return lambda x, y, batch: self.task.loss(model, x, y, batch)
+
+    def start(self, model: TwoLevelModel, clients: int) -> tuple[Tensor, Tensor]:
+        """The first x and y, moved off B = D = 0, where half of all gradients vanish."""
+        x, y = model.initial(0, self.source.names[:clients])
+        random = torch.Generator().manual_seed(0)
+        x = x + 0.02 * torch.randn(x.shape[1], generator=random)
+        y = y + 0.02 * torch.randn(y.shape, generator=random)
+        return x.to(self.device), y.to(self.device)
+
+    def batches(self, clients: list[int], step: int, draws: int) -> list[Batch]:
+        """What `clients` draw for a step."""
+        return [self.source.draw(clients, [step * draws + d] * len(clients)) for d in range(draws)]
+
+
+GRADIENTS = {None: (1, 1), "none": (2, 2), "difference": (3, 3), "exact": (3, 4)}
+"""How many gradients' worth of (frozen products, attention and adapters) a step needs, by hypergradient; HOMLoRA: None.
+
+The second-order term of `exact` differentiates a gradient once more. A frozen product `u W` is linear in the one thing
+that varies: two more products, as many as another gradient. A product of two things that vary (attention's, the
+adapters') has a derivative by each: twice as many as another gradient.
+"""
+
+
+def necessary_flops(model: TwoLevelModel, batches: list[Batch], hypergradient: str | None) -> float:
+    """The arithmetic that one step of all clients cannot do without, padding left out.
+
+    One gradient of a row of t tokens: 2·W·t operations forward and as many backward (by the activations only: W is
+    frozen) for the W weights of the linear layers that see every token, GPT-2's output layer among them; attention's
+    two products of 2·t·t·d (half of that if causal) in L layers, three times over (forward, and backward by either
+    side); the adapters' 2·P·t for their P weights, three times over as well. A classifier or pooler sees one token
+    of a row and is left out, under 0.1%.
+    """
+    config = model.model.config
+    frozen = sum(
+        module.weight.numel()
+        for name, module in model.model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and "classifier" not in name and "pooler" not in name
+    )
+    adapters = model.x.adapter_size + model.y.size
+    seen = 0.5 if isinstance(config, GPT2Config) else 1.0
+    lengths = torch.cat([batch.tensors["attention_mask"].sum(1) for batch in batches]).double()
+    tokens = float(lengths.sum()) / len(batches)
+    pairs = float(lengths.square().sum()) / len(batches) * seen
+    attention = config.num_hidden_layers * 4 * pairs * config.hidden_size
+    linear, bilinear = GRADIENTS[hypergradient]
+    return linear * 4 * frozen * tokens + bilinear * 3 * (attention + 2 * adapters * tokens)
