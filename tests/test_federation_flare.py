@@ -290,7 +290,7 @@ def test_what_is_not_declared_is_refused_at_the_site_and_the_run_says_so(tmp_pat
 def self_signed(kit: Path) -> None:
     """Replace a kit's certificate by one that no authority signed, for the same name."""
     folder = kit / "startup"
-    kind = "-x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=site-2/O=pf2lora".split()
+    kind = ["-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", "/CN=site-2/O=pf2lora"]
     files = ["-keyout", str(folder / "client.key"), "-out", str(folder / "client.crt")]
     subprocess.run(["openssl", "req", *kind, *files], check=True, capture_output=True)
     (folder / "client.key").chmod(0o600)

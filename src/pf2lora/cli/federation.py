@@ -146,7 +146,7 @@ def submit(
         raise UserError("a federation runs one method with one seed")
     if config.task == "classification" and not labels:
         raise UserError(
-            "--labels is missing: no one sees all the data, so the labels are named (--labels neg pos)"
+            "--labels is missing: no one sees all the data, so the labels are named (--labels neg,pos)"
         )
     unsent = ("data", "model", "device", "precision", "trackers", "title")
     shared = {k: v for k, v in to_dict(config).items() if k not in unsent}
@@ -154,8 +154,8 @@ def submit(
         name,
         shared,
         config.method[0],
-        tuple(sites),
-        tuple(labels or ()),
+        tuple(sites.split(",")),
+        tuple(labels.split(",") if labels else ()),
         deadline=deadline,
         quorum=quorum,
         norm_limit=norm_limit,
