@@ -9,15 +9,17 @@ from typing import Any
 from pf2lora import config as configs
 from pf2lora import run_folder, trackers
 from pf2lora.config import Config
+from pf2lora.errors import UserError, unknown
 from pf2lora.trial import Outcome, Workload
 
-DATA_KEYS = frozenset(configs.option_types(configs.DataSpec))
+DATA_KEYS = tuple(configs.option_types(configs.DataSpec))
+SETTINGS = (*configs.option_types(Config), *DATA_KEYS)
 
 
 def federate(
     *,
-    model: str,
-    clients: Sequence[str] | str = (),
+    model: str | Path,
+    clients: Sequence[str | Path] | str | Path = (),
     method: str | Sequence[str] = "pf2lora",
     out: str | Path | None = None,
     force: bool = False,
@@ -30,14 +32,15 @@ def federate(
     `out`, the run folder with adapters and report is written there; one that holds another run is only replaced
     with `force`.
     """
-    files = [clients] if isinstance(clients, str) else list(clients)
-    names = [method] if isinstance(method, str) else list(method)
-    data = {key: value for key, value in settings.items() if key in DATA_KEYS} | {"clients": files}
+    for key in settings:
+        if key not in SETTINGS:
+            raise UserError(f"federate(): {unknown('setting', key, SETTINGS)}")
+    files = [clients] if isinstance(clients, str | Path) else clients
+    data = {key: value for key, value in settings.items() if key in DATA_KEYS}
     top = {key: value for key, value in settings.items() if key not in DATA_KEYS}
-    config = configs.from_dict(
-        {"model": str(model), "method": names, "data": data, "methods": dict(methods or {})} | top,
-        "federate()",
-    )
+    top |= {"model": str(model), "method": method, "out": "" if out is None else str(out)}
+    tables = {"data": data | {"clients": [str(file) for file in files]}, "methods": methods or {}}
+    config = configs.from_dict(top | tables, "federate()")
     return run(config, Path(out) if out is not None else None, force=force)
 
 
@@ -54,10 +57,12 @@ def run(
 
     if out is None:
         return experiment.run(config, experiment.Watcher(on_note=on_note), workload)
-    run_folder.claim(out, force=force)
+    run_folder.check_free(out, force=force)
+    trackers.check(config.trackers)
+    workload = workload or experiment.prepare(config)
+    run_folder.claim(out, force=force)  # only now: bad input must not cost the run that is there
     run_folder.write_text(out / "config.toml", configs.to_toml(config))
     tracking = trackers.start(config.trackers, out, configs.to_dict(config), config.title)
-    workload = workload or experiment.prepare(config)
 
     def on_round(method: str, seed: int, record: dict[str, Any]) -> None:
         run_folder.append_metrics(out, method, seed, record)

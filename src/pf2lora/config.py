@@ -7,6 +7,7 @@ Top-level keys are the command line's flags (`batch_size` is `--batch-size`), `[
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -65,6 +66,7 @@ class Config:
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     precision: str = setting("float32", "precision of the base model: float32 or bfloat16")
     title: str = setting("", "title of the report")
+    out: str = setting("", "the run folder to write (default: runs/ and the command's name)")
     trackers: tuple[str, ...] = setting((), "also log to tensorboard, mlflow or wandb")
     data: DataSpec = field(default_factory=DataSpec)
     methods: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
@@ -78,6 +80,9 @@ class Config:
                 raise unknown("method in [methods]", name, METHOD_NAMES)
         if not self.method:
             raise UserError(f"no method is named; choose from {', '.join(METHOD_NAMES)}")
+        twice = [name for name in self.method if self.method.count(name) > 1]
+        if twice:
+            raise UserError(f"the method {twice[0]!r} is named twice")
         if self.task not in TASKS:
             raise unknown("task", self.task, TASKS)
         if self.precision not in PRECISIONS:
@@ -87,12 +92,9 @@ class Config:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"{name} is {value}; it must be above 0")
-        if self.client_lr < 0 or self.weight_decay < 0:
-            raise UserError("client_lr and weight_decay cannot be negative")
-
-    def for_method(self, name: str, key: str, default: Any) -> Any:
-        """A setting as `[methods.NAME]` gives it, or `default`."""
-        return self.methods.get(name, {}).get(key, default)
+        for name in ("client_lr", "weight_decay", "seed"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -112,6 +114,11 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> Config:
     for key, table in tables.items():
         if not isinstance(table, Mapping):
             raise UserError(f"{where}: [{key}] must be a table")
+    for name, table in tables["methods"].items():
+        if not isinstance(table, Mapping):
+            raise UserError(
+                f"{where}: [methods.{name}] must be a table of the method's settings, not {table!r}"
+            )
     methods = {name: dict(table) for name, table in tables["methods"].items()}
     return Config(
         **_checked(Config, top, where),
@@ -185,6 +192,8 @@ def convert(value: Any, kind: Any, where: str) -> Any:
         raise UserError(f"{where} must be a list of strings, not {value!r}")
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if wanted is float and isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where} must be a finite number, not {value!r}")
     if isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):
         return value
     raise UserError(f"{where} must be of type {wanted.__name__}, not {value!r}")

@@ -22,7 +22,7 @@ def parameters(x: Layout, y: Layout) -> dict[str, int]:
 
 def bytes_per_round(method: Method, state: State) -> dict[str, float]:
     """What one client sends up in a round, the mean over clients, with the head apart."""
-    sent = method.sent_numbers(state)
+    sent = method.sent_numbers(state) if method.federated else [0]
     shared_head = max(0, method.layout.shared - method.layout.adapter_size)
     head = shared_head if max(sent) else 0
     mean = sum(sent) / len(sent)

@@ -137,10 +137,8 @@ def run(config: Config, watcher: Watcher | None = None, workload: Workload | Non
     methods: dict[str, Any] = {}
     seeds = range(config.seed, config.seed + config.seeds)
     for name in config.method:
-        if (
-            hasattr(METHODS[name], "hypergradient")
-            and config.for_method(name, "hypergradient", config.hypergradient) == "exact"
-        ):
+        second_order = trials.method_settings(config, name).get("hypergradient", config.hypergradient)
+        if hasattr(METHODS[name], "hypergradient") and second_order == "exact":
             watcher.on_note(
                 f"{name}: exact second order, so its attention runs on the kernel that has a double backward"
             )
@@ -160,9 +158,9 @@ def run_one(workload: Workload, name: str, seed: int, watcher: Watcher) -> Outco
     config = workload.config
     trial = trials.set_up(workload, name, seed)
     what = METHODS[name].label + (f", seed {seed}" if config.seeds > 1 else "")
-    taking_part = 1 if METHODS[name].pooled else len(workload.clients)
+    steps = config.rounds * config.steps * trials.clients_per_round(trial)
     try:
-        with track(config.rounds * config.steps * taking_part, f"{what}: client steps") as advance:
+        with track(steps, f"{what}: client steps") as advance:
             return trials.run(trial, lambda record: watcher.on_round(name, seed, record), advance)
     except BaseException:
         trial.model.remove()

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from pf2lora.adapters import Adapted, TwoLevelModel
+from pf2lora.models import fresh_parameters
 
 PEFT_TASKS = {"classification": "SEQ_CLS", "question-answering": "QUESTION_ANS", "generation": "CAUSAL_LM"}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -46,10 +47,20 @@ def one_client(model: TwoLevelModel, x: Tensor, y: Tensor) -> tuple[dict[str, Te
     )
 
 
-def head_tensors(model: TwoLevelModel, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The head's parameters: the trained ones, or the base model's where the head is frozen."""
+def kept_whole(model: TwoLevelModel) -> list[str]:
+    """The modules that go out as they are: the head, and whatever else the checkpoint does not hold (a pooler)."""
+    roots = list(model.head_roots)
+    for name in sorted(fresh_parameters(model.model)):
+        module = name.rpartition(".")[0]
+        if not any(f"{module}.".startswith(f"{root}.") for root in roots):
+            roots.append(module)
+    return roots
+
+
+def whole_tensors(model: TwoLevelModel, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Their parameters: the trained ones, or the model's where they are frozen."""
     state = {}
-    for root in model.head_roots:
+    for root in kept_whole(model):
         for name, parameter in model.model.get_submodule(root).state_dict(prefix=f"{root}.").items():
             plain = name.replace(".base.", ".")
             state[plain] = x.get(plain, parameter)
@@ -66,20 +77,18 @@ def save_peft(folder: Path, model: TwoLevelModel, x: Tensor, y: Tensor, task: st
         tensors[f"base_model.model.{name}.lora_A.weight"] = down
         tensors[f"base_model.model.{name}.lora_B.weight"] = up
         ranks[name] = down.shape[0]
-    heads = head_tensors(model, common)
-    tensors |= {f"base_model.model.{name}": t for name, t in heads.items()}
+    tensors |= {f"base_model.model.{name}": t for name, t in whole_tensors(model, common).items()}
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: t.detach().float().cpu().contiguous().clone() for name, t in tensors.items()}
     save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
-    config = peft_config(model, ranks, task, base_model, model.head_roots if heads else [])
+    config = peft_config(model, ranks, task, base_model)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf8")
 
 
-def peft_config(
-    model: TwoLevelModel, ranks: dict[str, int], task: str, base_model: str, heads: list[str]
-) -> dict[str, Any]:
+def peft_config(model: TwoLevelModel, ranks: dict[str, int], task: str, base_model: str) -> dict[str, Any]:
     """adapter_config.json. The scaling is inside B', so lora_alpha equals the rank."""
     rank = max(ranks.values())
+    smaller = {name: r for name, r in ranks.items() if r != rank}  # beside GPT-2's fused projections
     conv = any(isinstance(layer.base, Conv1D) for layer in model.adapted.values())
     return {
         "peft_type": "LORA",
@@ -87,10 +96,12 @@ def peft_config(
         "base_model_name_or_path": base_model,
         "r": rank,
         "lora_alpha": rank,
+        "rank_pattern": smaller,
+        "alpha_pattern": smaller,
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted(ranks),
-        "modules_to_save": heads or None,
+        "modules_to_save": kept_whole(model) or None,
         "fan_in_fan_out": conv,
         "inference_mode": True,
     }
@@ -107,7 +118,7 @@ def merged_state(model: TwoLevelModel, x: Tensor, y: Tensor) -> dict[str, Tensor
         weight = state[f"{name}.weight"]
         wide = weight.float().cpu() + (delta.T if isinstance(layer.base, Conv1D) else delta)
         state[f"{name}.weight"] = wide.to(weight.dtype)
-    return state | head_tensors(model, common)
+    return state | whole_tensors(model, common)
 
 
 def save_merged(folder: Path, model: TwoLevelModel, x: Tensor, y: Tensor, tokenizer: Any) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from pf2lora.architectures import HEADS
 from pf2lora.errors import UserError
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
 
 
 def check_reachable(name: str) -> None:
@@ -31,21 +34,43 @@ def check_reachable(name: str) -> None:
 def load(kind: Any, name: str, **options: Any) -> Any:
     """`kind.from_pretrained(name)` with the hub's and the folder's failures in one line."""
     check_reachable(name)
+    is_folder = Path(name).is_dir()
     try:
-        return kind.from_pretrained(name, **options)
-    except OSError as error:
-        if Path(name).is_dir():
+        return kind.from_pretrained(name, local_files_only=is_folder or not hub_answers(), **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        if is_folder or not isinstance(error, OSError):
+            what = "model folder" if is_folder else "model"
             raise UserError(
-                f"the model folder {name!r} cannot be loaded: {str(error).splitlines()[0]}"
+                f"the {what} {name!r} cannot be loaded: {' '.join(str(error).split())}"
             ) from error
         raise UserError(
-            f"the model {name!r} could not be fetched from the Hugging Face hub (no network, or no such model); "
-            f"where there is no hub, give a folder that save_pretrained() wrote"
+            f"the model {name!r} could not be fetched from the Hugging Face hub (no network, no such model, or no "
+            f"access to it); where there is no hub, give a folder that save_pretrained() wrote"
         ) from error
+
+
+@cache
+def hub_answers() -> bool:
+    """Whether the hub can be reached. Asked once: its own client would ask for a minute, file by file."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:  # the client's errors have changed their classes between its versions
+        return False
+    return True
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer; one without a padding token gets its end-of-text token for it."""
+    check_reachable(name)
+    folder = Path(name)
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
+        raise UserError(
+            f"the model folder {name!r} has no tokenizer (tokenizer.json); save_pretrained() writes one"
+        )
     tokenizer: PreTrainedTokenizerBase = load(AutoTokenizer, name)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:

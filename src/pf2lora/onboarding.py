@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pf2lora import run_folder, trial
-from pf2lora.adapters import TwoLevelModel
 from pf2lora.data.batches import Encoded, EncodedSource
+from pf2lora.data.classification import MINIMUM_ROWS
 from pf2lora.data.client import Client
 from pf2lora.data.per_client import check_name
 from pf2lora.data.split import rng_for, split_rows
 from pf2lora.engines.local import Schedule, train
 from pf2lora.errors import UserError
-from pf2lora.experiment import TASKS, on_device
+from pf2lora.experiment import TASKS
 from pf2lora.method import Method
 from pf2lora.methods import METHODS
 from pf2lora.methods.local import Local
@@ -35,25 +35,28 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
     Returns the scores of the common adapter alone, of the newcomer's own adapter on it, and of training alone.
     """
     check_newcomer(run, name)
-    config = replace(run.config, rounds=rounds or run.config.rounds)
+    config = replace(run.config, rounds=run.config.rounds if rounds is None else rounds)
     run = replace(run, config=config)
     client = read_client(run, name, file)
-    train_rows = on_device(run.task.encode([client.train], training=True), run.device)
-    test_rows = on_device(run.task.encode([client.test], training=False), run.device)
+    train_rows = run.task.encode([client.train], training=True).to(run.device)
+    test_rows = run.task.encode([client.test], training=False).to(run.device)
     source = EncodedSource(train_rows, [name], config.batch_size, run.saved.seed, config.dropout > 0)
 
     x, _ = run.common()
-    y = run.model.initial(run.saved.seed, [name])[1].to(run.device)
+    first_x, y = (t.to(run.device) for t in run.model.initial(run.saved.seed, [name]))
+    rates = rates_of(run)
+    newcomer = Newcomer(run.model.x, rates["lr"], rates["weight_decay"], client_lr=rates["client_lr"])
+    alone = Local(run.model.x, rates["lr"], rates["weight_decay"])
+    own_x, own_y = fit(run, newcomer, source, x, y)
+    alone_x, _ = fit(run, alone, source, first_x, run.zero_y())  # D = C = 0: a plain LoRA of the common rank
     found = {
-        "common adapter alone": measure(run, run.model, client, test_rows, x, y)
-    }  # D = 0: y adds nothing yet
-    newcomer = Newcomer(run.model.x, lr=config.lr, client_lr=client_lr(run))
-    x, y = fit(run, run.model, newcomer, source, x, y)
-    found["own adapter on it"] = measure(run, run.model, client, test_rows, x, y)
-    run_folder.save_client(run.where, run.model, name, x[0], y[0], run.task.name, config.model)
-    run_folder.save_description(run.where, replace(run.saved, clients=[*run.saved.clients, name]))
-    found["training alone"] = train_alone(run, client, source, test_rows)
+        "common adapter alone": measure(run, client, test_rows, x, run.zero_y()),
+        "own adapter on it": measure(run, client, test_rows, own_x, own_y),
+        "training alone": measure(run, client, test_rows, alone_x, run.zero_y()),
+    }
+    run_folder.save_client(run.where, run.model, name, own_x[0], own_y[0], run.task.name, config.model)
     run_folder.write_json(run.where / "clients" / name / "onboarding.json", found)
+    run_folder.save_description(run.where, replace(run.saved, clients=[*run.saved.clients, name]))
     return found
 
 
@@ -68,47 +71,33 @@ def check_newcomer(run: LoadedRun, name: str) -> None:
         )
 
 
-def client_lr(run: LoadedRun) -> float:
-    return float(run.config.for_method(run.saved.method, "client_lr", run.config.client_lr))
+def rates_of(run: LoadedRun) -> dict[str, float]:
+    """The learning rates that the run's own clients had."""
+    given = trial.method_settings(run.config, run.saved.method)
+    return {key: given.get(key, getattr(run.config, key)) for key in ("lr", "client_lr", "weight_decay")}
 
 
 def read_client(run: LoadedRun, name: str, file: Path) -> Client[Any]:
     """The newcomer's rows, a share of them held out for the comparison."""
     rows = TASKS[run.config.task].read(run.config, file, run.saved.labels)
+    if len(rows) < MINIMUM_ROWS:
+        raise UserError(f"{file}: client {name!r} has {len(rows)} rows; at least {MINIMUM_ROWS} are needed")
     keys = [getattr(row, "label", "") for row in rows]
     random = rng_for(run.saved.seed, "split", name)
     return Client(name, *split_rows(rows, keys, run.config.data.test_ratio, random))
 
 
-def fit(
-    run: LoadedRun, model: TwoLevelModel, method: Method, source: EncodedSource, x: Tensor, y: Tensor
-) -> tuple[Tensor, Tensor]:
+def fit(run: LoadedRun, method: Method, source: EncodedSource, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """As many local steps as the run's own clients had."""
     config = run.config
     schedule = Schedule(config.rounds, config.steps, seed=run.saved.seed)
-    loss = partial(run.task.loss, model)
+    loss = partial(run.task.loss, run.model)
     with track(config.rounds * config.steps, f"{method.label}: steps") as advance:
-        for done in train(
-            method, loss, method.init(x, y), source, schedule, device=run.device, on_step=advance
-        ):
-            pass
-    return done.served.x, done.served.y
+        rounds = train(method, loss, method.init(x, y), source, schedule, device=run.device, on_step=advance)
+        last = deque(rounds, maxlen=1).pop()
+    return last.served.x, last.served.y
 
 
-def train_alone(run: LoadedRun, client: Client[Any], source: EncodedSource, test: Encoded) -> Scores:
-    """What the newcomer gets by itself: a LoRA of the common rank, from scratch."""
-    run.model.remove()
-    model = TwoLevelModel(run.model.model, replace(run.model.spec, client_rank=0))
-    x, y = (t.to(run.device) for t in model.initial(run.saved.seed, [client.name]))
-    x, y = fit(
-        run, model, Local(model.x, lr=run.config.lr, weight_decay=run.config.weight_decay), source, x, y
-    )
-    return measure(run, model, client, test, x, y)
-
-
-@torch.no_grad()
-def measure(
-    run: LoadedRun, model: TwoLevelModel, client: Client[Any], test: Encoded, x: Tensor, y: Tensor
-) -> Scores:
-    answers = run.task.predict(model, x, y, test)[0]
+def measure(run: LoadedRun, client: Client[Any], test: Encoded, x: Tensor, y: Tensor) -> Scores:
+    answers = run.task.predict(run.model, x, y, test)[0]
     return {metric: trial.finite(v) for metric, v in run.task.score(answers, client.test).items()}

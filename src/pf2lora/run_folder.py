@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,22 +33,47 @@ from pf2lora.export import save_peft
 from pf2lora.layout import Layout
 from pf2lora.tasks.base import Task
 
-OURS = ("config.toml", "metrics.jsonl", "result.json", "report.html", "common", "clients", "state", "methods")
+ADAPTER_FILES = (
+    "common/adapter_*",
+    "clients/*/adapter_*",
+    "clients/*/onboarding.json",
+    "state/run.json",
+    "state/common.safetensors",
+    "state/clients/*.safetensors",
+)
+RUN_FILES = (
+    *("config.toml", "metrics.jsonl", "result.json", "report.html", "tensorboard/events.out.tfevents.*"),
+    *ADAPTER_FILES,
+    *(f"methods/*/{pattern}" for pattern in ADAPTER_FILES),
+)
+
+
+def run_files(folder: Path) -> list[Path]:
+    """The files in `folder` that a run wrote, and no others: a user's own `clients/` may well lie beside them."""
+    return [path for pattern in RUN_FILES for path in sorted(folder.glob(pattern))]
+
+
+def check_free(folder: Path, *, force: bool) -> None:
+    """An output folder that holds another run is refused, unless it may be replaced."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"the output folder {str(folder)!r} is a file; choose another --out")
+    held = run_files(folder)
+    if held and not force:
+        raise UserError(
+            f"{str(folder)!r} holds another run ({held[0].relative_to(folder)}); choose another --out, or --force "
+            f"to replace it"
+        )
 
 
 def claim(folder: Path, *, force: bool) -> None:
     """Make the run folder. One that holds another run is left alone, unless forced; other files never go."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"the output folder {str(folder)!r} is a file; choose another --out")
-    held = [name for name in OURS if (folder / name).exists()]
-    if held and not force:
-        raise UserError(
-            f"{str(folder)!r} holds another run ({held[0]}); choose another --out, or --force to replace it"
-        )
-    for name in held:
-        path = folder / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    check_free(folder, force=force)
     try:
+        for path in run_files(folder):
+            path.unlink()
+            for parent in path.relative_to(folder).parents:  # deepest first; "." is the run folder itself
+                if parent.name and not any((folder / parent).iterdir()):
+                    (folder / parent).rmdir()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"the output folder {str(folder)!r} cannot be made: {error.strerror}") from None
@@ -99,7 +123,7 @@ def named(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
 def save_client(
     where: Path, model: TwoLevelModel, name: str, x: Tensor, y: Tensor, task: str, base: str
 ) -> None:
-    """A client's PEFT folder, and what is its own: y, and x where its x is not the common one."""
+    """A client's PEFT folder, and its x and y as this package loads them again."""
     save_peft(where / "clients" / name, model, x, y, task, base)
     own = {f"y.{n}": t for n, t in named(model.y, y).items()} | {
         f"x.{n}": t for n, t in named(model.x, x).items()
@@ -169,11 +193,12 @@ class LoadedRun:
         if name is None:
             return self.common()
         file = self.where / "state" / "clients" / f"{name}.safetensors"
-        if not file.exists():
-            known = sorted(p.stem for p in file.parent.glob("*.safetensors"))
-            if not known and self.saved.method == "centralized":
-                return self.common()
-            raise UserError(f"{self.folder} has no client {name!r}; its clients: {', '.join(known)}")
+        if name not in self.saved.clients:
+            raise UserError(
+                f"{self.folder} has no client {name!r}; its clients: {', '.join(self.saved.clients)}"
+            )
+        if self.saved.method == "centralized":  # one model for all
+            return self.common()
         tensors = read_tensors(file)
         parts = {
             prefix: {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

@@ -5,7 +5,8 @@ A tracker gets means over clients, per round; nobody's data, adapter or per-exam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,28 +25,24 @@ class TensorBoard:
     """Event files in RUN/tensorboard."""
 
     def __init__(self, folder: Path, config: dict[str, Any], title: str) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise missing_extra("tensorboard", "tensorboard", "the tracker 'tensorboard'") from None
-        self.writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self.writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self.writer.close()  # type: ignore[no-untyped-call]
+        self.writer.close()
 
 
 class MLflow:
     """A run of the MLflow server that its own environment variables name."""
 
     def __init__(self, folder: Path, config: dict[str, Any], title: str) -> None:
-        try:
-            import mlflow
-        except ImportError:
-            raise missing_extra("mlflow", "mlflow", "the tracker 'mlflow'") from None
+        import mlflow
+
         self.mlflow = mlflow
         mlflow.start_run(run_name=title or folder.name)
         mlflow.log_params({k: v for k, v in config.items() if not isinstance(v, dict)})
@@ -61,10 +58,8 @@ class WeightsAndBiases:
     """A run of the project "pf2lora"; WANDB_MODE=offline keeps it here."""
 
     def __init__(self, folder: Path, config: dict[str, Any], title: str) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise missing_extra("wandb", "wandb", "the tracker 'wandb'") from None
+        import wandb
+
         self.run = wandb.init(project="pf2lora", name=title or folder.name, dir=str(folder), config=config)
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -82,11 +77,23 @@ TRACKERS: dict[str, Callable[[Path, dict[str, Any], str], Tracker]] = {
 }
 
 
-def start(names: tuple[str, ...], folder: Path, config: dict[str, Any], title: str) -> list[Tracker]:
-    """The trackers that a config names."""
+MODULES = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+
+
+def check(names: Sequence[str]) -> None:
+    """Unknown trackers and packages that are not installed, said before anything is begun."""
     for name in names:
         if name not in TRACKERS:
             raise unknown("tracker", name, TRACKERS)
+        try:
+            importlib.import_module(MODULES[name])
+        except ImportError:
+            raise missing_extra(name, name, f"the tracker {name!r}") from None
+
+
+def start(names: Sequence[str], folder: Path, config: dict[str, Any], title: str) -> list[Tracker]:
+    """The trackers that a config names."""
+    check(names)
     return [TRACKERS[name](folder, config, title) for name in names]
 
 

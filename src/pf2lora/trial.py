@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from pf2lora import costs
 from pf2lora.adapters import AdapterSpec, TwoLevelModel
-from pf2lora.config import Config
+from pf2lora.config import Config, convert
 from pf2lora.data.batches import Encoded, EncodedSource
 from pf2lora.data.client import Client
 from pf2lora.engines.local import Round, Schedule, train
@@ -23,9 +23,11 @@ from pf2lora.errors import UserError, unknown
 from pf2lora.method import Loss, Method, State, take
 from pf2lora.methods import METHODS
 from pf2lora.methods.hetlora import initial_ranks
+from pf2lora.randomness import participants
 from pf2lora.ranks import client_share, learned_ranks
 from pf2lora.tasks.base import Task
 
+DERIVED = {"layout", "ranks"}  # fields of a method that follow from the model and the clients
 HARDLY = 1e-5  # a relative change of y over a round below this counts as not moving
 
 
@@ -70,12 +72,27 @@ class Outcome:
     model: TwoLevelModel
 
 
+def method_settings(config: Config, name: str) -> dict[str, Any]:
+    """`[methods.NAME]`, checked: the fields of the method's class, and the ranks of its adapter."""
+    hints = get_type_hints(METHODS[name])
+    known = {f.name: hints[f.name] for f in fields(METHODS[name]) if f.name not in DERIVED} | {"rank": int}
+    known |= {"client_rank": int} if METHODS[name].two_level else {}
+    known |= {"r_max": int} if name == "hetlora" else {}
+    where, checked = f"[methods.{name}]", {}
+    for key, value in config.methods.get(name, {}).items():
+        if key not in known:
+            raise UserError(f"{where}: {unknown('key', key, known)}")
+        checked[key] = convert(value, known[key], f"{where}: {key}")
+    return checked
+
+
 def adapter_spec(config: Config, name: str) -> AdapterSpec:
     """The adapter of a method: HETLoRA's has rank r_max, and only two-level methods have a client's own."""
-    rank = config.for_method(name, "rank", config.rank)
+    given = method_settings(config, name)
+    rank = given.get("rank", config.rank)
     if name == "hetlora":
-        rank = config.for_method(name, "r_max", rank + rank // 2)
-    client_rank = config.for_method(name, "client_rank", config.client_rank) if METHODS[name].two_level else 0
+        rank = given.get("r_max", rank + rank // 2)
+    client_rank = given.get("client_rank", config.client_rank) if METHODS[name].two_level else 0
     return AdapterSpec(
         rank=rank,
         client_rank=client_rank,
@@ -89,14 +106,10 @@ def adapter_spec(config: Config, name: str) -> AdapterSpec:
 
 def build_method(config: Config, name: str, model: TwoLevelModel, clients: int) -> Method:
     """The method called `name`, its parameters from `[methods.NAME]`, else from the top-level settings."""
-    kind = METHODS[name]
-    own = set(kind.__dataclass_fields__) - {"layout", "ranks"}
-    ranks = {"r_min", "r_max"} if name == "hetlora" else set()
-    for key in config.methods.get(name, {}):
-        if key not in own | ranks | {"rank", "client_rank"}:
-            raise UserError(f"[methods.{name}]: {unknown('key', key, sorted(own | ranks))}")
-    defaults = {key: getattr(config, key) for key in own if hasattr(config, key)}
-    settings = defaults | {key: v for key, v in config.methods.get(name, {}).items() if key in own}
+    kind, given = METHODS[name], method_settings(config, name)
+    own = {f.name for f in fields(kind)} - DERIVED
+    settings = {key: getattr(config, key) for key in own if hasattr(config, key)}
+    settings |= {key: value for key, value in given.items() if key in own}
     if name == "hetlora":
         r_max = model.spec.rank
         r_min = settings.setdefault("r_min", min(config.rank, r_max))
@@ -191,7 +204,8 @@ def run(
         record = round_record(trial, done, measured_rounds)
         if method.two_level:
             moved = (done.served.y - previous_y).norm(dim=1) / previous_y.norm(dim=1).clamp_min(1e-30)
-            still, previous_y = (moved < HARDLY).cpu(), done.served.y
+            still[done.took_part] = (moved < HARDLY).cpu()[done.took_part]
+            previous_y = done.served.y
         rounds.append(record)
         on_round(record)
     seconds = time.perf_counter() - started
@@ -210,13 +224,15 @@ def run(
         "peak_memory_bytes": costs.peak_memory(workload.device),
         "warnings": warnings(workload, rounds, still.tolist()),
     }
-    common = None if not method.federated and not method.pooled else common_vector(done)
+    common = None if not method.federated and not method.pooled else common_vector(trial, done)
     return Outcome(record, x, y, common, trial.model)
 
 
-def common_vector(done: Round) -> Tensor:
-    """What all clients share: the server's last answer, and of personal heads, which it never sees, their mean."""
-    return torch.cat([done.common, done.served.x[:, len(done.common) :].mean(0)])
+def common_vector(trial: Trial, done: Round) -> Tensor:
+    """What all clients share: the server's last answer. Personal heads stay home: it has the one all began with."""
+    if trial.method.pooled:
+        return done.served.x[0]
+    return torch.cat([done.common, trial.state.x[0, len(done.common) :].to(done.common)])
 
 
 def count_flops(trial: Trial, schedule: Schedule) -> float:
@@ -224,7 +240,12 @@ def count_flops(trial: Trial, schedule: Schedule) -> float:
     first = [trial.source.draw([0], [d]) for d in range(trial.method.draws)]
     one = take(trial.state, [0])
     counted = costs.flops_of_step(trial.method, trial.F, one, first)
-    return counted * schedule.steps * math.ceil(schedule.participation * len(trial.source.names) - 1e-9)
+    return counted * schedule.steps * clients_per_round(trial)
+
+
+def clients_per_round(trial: Trial) -> int:
+    """How many learners take part in a round."""
+    return len(participants(trial.seed, 1, len(trial.source.names), trial.workload.config.participation))
 
 
 def round_record(trial: Trial, done: Round, measured_rounds: set[int]) -> dict[str, Any]:
@@ -235,7 +256,7 @@ def round_record(trial: Trial, done: Round, measured_rounds: set[int]) -> dict[s
     def per_client(steps: Tensor | None) -> list[float | None] | None:
         if steps is None:
             return None
-        means = steps.mean(0).tolist()
+        means = [finite(value) for value in steps.mean(0).tolist()]
         if method.pooled:
             return means * count
         values: list[float | None] = [None] * count

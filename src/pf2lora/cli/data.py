@@ -107,7 +107,7 @@ Limit = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
 
-LISTS = ("--clients", "--test", "--groups")
+LISTS = ("--clients", "--test", "--groups", "--method", "--targets", "--trackers")
 
 
 def spread_lists(args: list[str]) -> list[str]:

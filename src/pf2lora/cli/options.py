@@ -28,7 +28,7 @@ EVERYDAY: tuple[str, ...] = (
     "client_lr",
 )
 EVERYDAY += ("seed", "seeds", "device", "precision")
-LISTS = ("--method", "--targets", "--trackers")
+OWN = ("out",)  # commands have options of their own for these
 
 
 def flag(name: str) -> str:
@@ -39,7 +39,7 @@ def config_options() -> list[inspect.Parameter]:
     """An option for every setting; None means "not given", so that a TOML file's value stands."""
     types = configs.option_types(Config)
     fields = {f.name: f for f in dataclasses.fields(Config) if f.name in types}
-    order = [*EVERYDAY, *(name for name in fields if name not in EVERYDAY)]
+    order = [*EVERYDAY, *(name for name in fields if name not in EVERYDAY + OWN)]
     found = []
     for name in order:
         default = fields[name].default

@@ -13,6 +13,15 @@ from pf2lora.config import METHOD_NAMES, Config, to_toml
 from pf2lora.errors import UserError
 
 Out = Annotated[Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday")]
+OutIfGiven = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        help="The run folder to write [dim](default: runs/ and the command's name)[/dim]",
+        rich_help_panel="Everyday",
+        show_default=False,
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the whole config as TOML and stop.")]
 
@@ -21,7 +30,7 @@ PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the whol
 def train(
     settings: dict[str, Any],
     file: Path | None,
-    out: Out = Path("runs/train"),
+    out: OutIfGiven = None,
     force: Force = False,
     print_config: PrintConfig = False,
 ) -> None:
@@ -29,14 +38,14 @@ def train(
     config = read_config(settings, file)
     if len(config.method) > 1:
         raise UserError("train takes one method; 'pf2lora compare' takes several")
-    execute(config, out, force, print_config)
+    execute(config, out or Path(config.out or "runs/train"), force, print_config)
 
 
 @configured
 def compare(
     settings: dict[str, Any],
     file: Path | None,
-    out: Out = Path("runs/compare"),
+    out: OutIfGiven = None,
     force: Force = False,
     print_config: PrintConfig = False,
 ) -> None:
@@ -44,21 +53,22 @@ def compare(
     config = read_config(settings, file)
     if "method" not in settings and config.method == Config.method:
         config = dataclasses.replace(config, method=METHOD_NAMES)
-    execute(config, out, force, print_config)
+    execute(config, out or Path(config.out or "runs/compare"), force, print_config)
 
 
 def execute(config: Config, out: Path, force: bool, print_config: bool) -> None:
     """Run a config and show what came out."""
+    config = dataclasses.replace(config, out=str(out))
     if print_config:
         typer.echo(to_toml(config), nl=False)
         return
     from pf2lora import api
     from pf2lora.cli.show import console, quiet_libraries, show_clients, show_result
     from pf2lora.experiment import prepare
-    from pf2lora.run_folder import claim
+    from pf2lora.run_folder import check_free
 
     quiet_libraries()
-    claim(out, force=force)  # before the model is loaded: a mistaken --out should not cost a minute
+    check_free(out, force=force)  # before the model is loaded: a mistaken --out should not cost a minute
     workload = prepare(config)
     show_clients(workload)
     result = api.run(config, out, force=force, on_note=lambda line: console.print(line), workload=workload)

@@ -128,10 +128,8 @@ def open_run(run: Path, method: str | None, device: str) -> Any:
 
 def answer(loaded: Any, client: str | None, rows: list[Any]) -> list[Any]:
     """A client's answers to rows, by the same path as in training."""
-    from pf2lora.experiment import on_device
-
     x, y = loaded.client(client)
-    encoded = on_device(loaded.task.encode([rows], training=False), loaded.device)
+    encoded = loaded.task.encode([rows], training=False).to(loaded.device)
     found: list[Any] = loaded.task.predict(loaded.model, x, y, encoded)[0]
     return found
 
