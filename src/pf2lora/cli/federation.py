@@ -126,10 +126,8 @@ def submit(
     settings: dict[str, Any],
     file: Path | None,
     kit: LeadKit,
-    sites: Annotated[list[str], typer.Option("--sites", help="The sites' names, in their order.")],
-    labels: Annotated[
-        list[str] | None, typer.Option("--labels", help="Every label of the federation.")
-    ] = None,
+    sites: Annotated[str, typer.Option("--sites", help="The sites' names: a,b,c.")],
+    labels: Annotated[str, typer.Option("--labels", help="Every label of the federation: neg,pos.")] = "",
     name: Annotated[str, typer.Option("--name", help="The run's name; the same name resumes.")] = "run",
     deadline: Deadline = 600.0,
     quorum: Quorum = 0.5,
