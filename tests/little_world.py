@@ -24,7 +24,14 @@ FILLING = ("the", "film", "story", "actor", "scene", "was", "and", "with", "a", 
 SECRETS = {"north": "quartzite", "south": "marmalade", "west": "xylophone"}
 """A word that only this client's texts hold: it must not be found where nothing private may be."""
 
-FAST: dict[str, Any] = {"rounds": 2, "steps": 2, "batch_size": 8, "max_length": 16, "rank": 4, "device": "cpu"}
+FAST: dict[str, Any] = {
+    "rounds": 2,
+    "steps": 2,
+    "batch_size": 8,
+    "max_length": 16,
+    "rank": 4,
+    "device": "cpu",
+}
 LEARNING: dict[str, Any] = FAST | {"rounds": 8, "steps": 10, "lr": 0.02, "client_lr": 0.3}
 
 Row = Mapping[str, str]

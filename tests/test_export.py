@@ -42,7 +42,12 @@ def saved_base(kind: str, folder: Path) -> Path:
 
 def two_level(kind: str, folder: Path, **spec: Any) -> TwoLevelModel:
     base = load_model(AutoModelForSequenceClassification, str(saved_base(kind, folder)), torch.float32)
-    settings: dict[str, Any] = {"rank": RANK, "client_rank": CLIENT_RANK, "scaling": 1.5, "client_scaling": 0.7}
+    settings: dict[str, Any] = {
+        "rank": RANK,
+        "client_rank": CLIENT_RANK,
+        "scaling": 1.5,
+        "client_scaling": 0.7,
+    }
     return TwoLevelModel(base, AdapterSpec(**settings | spec))
 
 
@@ -147,6 +152,4 @@ def test_what_the_checkpoint_lacks_travels_with_the_adapter(head: str, tmp_path:
     torch.manual_seed(2)
     torch.testing.assert_close(logits(ours(), x, y), logits(model, x, y), atol=0, rtol=0)
     base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "bert", num_labels=3).eval()
-    torch.testing.assert_close(
-        peft_logits(base, tmp_path / CLIENT), logits(model, x, y), atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(peft_logits(base, tmp_path / CLIENT), logits(model, x, y), atol=1e-5, rtol=0)
