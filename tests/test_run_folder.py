@@ -138,16 +138,16 @@ def test_what_cannot_be_opened(world: World, tmp_path: Path) -> None:
     run = world.root / "run"
     with pytest.raises(UserError, match="there is no run folder"):
         opened(tmp_path / "none")
-    with pytest.raises(UserError, match="is no run folder: it has no config.toml"):
+    with pytest.raises(UserError, match=r"is no run folder: it has no config.toml"):
         opened(tmp_path)
     with pytest.raises(UserError, match="has no method 'local'; its methods: pf2lora"):
         opened(run, "local")
     (tmp_path / "config.toml").write_text((run / "config.toml").read_text())
-    with pytest.raises(UserError, match="saved no adapters of 'pf2lora' .it did not finish"):
+    with pytest.raises(UserError, match=r"saved no adapters of 'pf2lora' .it did not finish"):
         opened(tmp_path)
     (tmp_path / "state" / "clients").mkdir(parents=True)
     (tmp_path / "state" / "run.json").write_text("{")
-    with pytest.raises(UserError, match="run.json: damaged"):
+    with pytest.raises(UserError, match=r"run.json: damaged"):
         opened(tmp_path)
     (tmp_path / "state" / "run.json").write_text((run / "state" / "run.json").read_text())
     loaded = opened(tmp_path)
@@ -162,7 +162,7 @@ def test_what_cannot_be_opened(world: World, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read as safetensors"):
         loaded.client("north")
     save_file({"x.other": torch.zeros(2)}, file)
-    with pytest.raises(UserError, match="no tensor .* the file does not fit this run"):
+    with pytest.raises(UserError, match=r"no tensor .* the file does not fit this run"):
         loaded.client("north")
     loaded.model.remove()
 
