@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -148,13 +148,24 @@ class Workload:
     def loss(self, model: TwoLevelModel) -> Loss:
         return lambda x, y, batch: self.task.loss(model, x, y, batch)
 
-    def start(self, model: TwoLevelModel, clients: int) -> tuple[Tensor, Tensor]:
+    def start(
+        self, model: TwoLevelModel, clients: int, device: torch.device | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The first x and y, moved off B = D = 0, where half of all gradients vanish."""
         x, y = model.initial(0, self.source.names[:clients])
         random = torch.Generator().manual_seed(0)
         x = x + 0.02 * torch.randn(x.shape[1], generator=random)
         y = y + 0.02 * torch.randn(y.shape, generator=random)
-        return x.to(self.device), y.to(self.device)
+        return x.to(device or self.device), y.to(device or self.device)
+
+    def source_of(self, clients: int) -> EncodedSource:
+        """The first clients alone; the rows of all stay where they are."""
+        data = self.source.data
+        return replace(
+            self.source,
+            data=replace(data, starts=data.starts[: clients + 1]),
+            names=self.source.names[:clients],
+        )
 
     def batches(self, clients: list[int], step: int, draws: int) -> list[Batch]:
         """What `clients` draw for a step."""

@@ -21,9 +21,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def milliseconds(run: Callable[[], object], device: torch.device, repeat: int, seconds: float = 4.0) -> float:
-    """The median time of `run`, warmed up: `repeat` times, or as often as fits into `seconds`, once at least.
+    """The median time of `run`, warmed up: `repeat` times, or as often as fits into `seconds`.
 
-    On CUDA by events, without waiting between one run and the next, as in training.
+    On CUDA by events, without waiting between one run and the next, as in training. A run that takes longer than
+    `seconds` is timed once.
     """
     run()
     synchronize(device)
@@ -31,7 +32,9 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeat: int, s
     run()
     synchronize(device)
     once = time.perf_counter() - started
-    count = max(1, min(repeat, int(seconds / once)))
+    if once > seconds:
+        return 1000 * once
+    count = min(repeat, int(seconds / once))
     if device.type == "cuda":
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         marks[0].record()
