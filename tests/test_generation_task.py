@@ -12,7 +12,14 @@ import pytest
 import torch
 from tokenizers_for_tests import byte_level
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    NoRepeatNGramLogitsProcessor,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from pf2lora.adapters import AdapterSpec, TwoLevelModel
 from pf2lora.data.batches import Batch, EncodedSource
@@ -184,6 +191,16 @@ def test_no_repeat_ngram_counts_the_text_but_not_the_prompt() -> None:
     assert not processor(torch.tensor([[*prompt, 4]]), scores).isinf().any()  # 4 5 stands in the prompt only
     banned = processor(torch.tensor([[*prompt, 4, 5, 4]]), scores)
     assert banned.isinf().nonzero().tolist() == [[0, 5]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_no_repeat_ngram_is_transformers_rule(size: int) -> None:
+    torch.manual_seed(0)
+    for length in range(12):
+        text, scores = torch.randint(0, 3, (50, length)), torch.randn(50, 5)
+        expected = NoRepeatNGramLogitsProcessor(size)(text, scores.clone())
+        prompt = torch.randint(0, 3, (50, 6))
+        assert torch.equal(NoRepeatInText(size, 6)(torch.cat([prompt, text], 1), scores), expected)
 
 
 def test_adapters_are_unbound_after_generation() -> None:

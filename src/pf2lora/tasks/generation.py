@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
-    NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -311,15 +311,24 @@ class Generation(Task[PromptRow, Continuation]):
         return None if prediction.text is None else Example(row.prompt, row.targets, prediction.text)
 
 
-class NoRepeatInText(NoRepeatNGramLogitsProcessor):
-    """Forbids to repeat an n-gram of the generated text; what stands in the prompt may be said."""
+class NoRepeatInText(LogitsProcessor):
+    """Forbids to repeat `size` tokens of the generated text; what stands in the prompt may be said.
+
+    For all rows at once: transformers' own processor goes through them one by one on the host.
+    """
 
     def __init__(self, size: int, prompt_width: int) -> None:
-        super().__init__(size)
-        self.prompt_width = prompt_width
+        self.size, self.prompt_width = size, prompt_width
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return super().__call__(input_ids[:, self.prompt_width :], scores)
+        text = input_ids[:, self.prompt_width :]
+        if text.shape[1] < self.size:
+            return scores
+        said = text.unfold(1, self.size, 1)  # (rows, n-grams, n)
+        ending = text[:, text.shape[1] - self.size + 1 :].unsqueeze(1)
+        repeats = (said[..., :-1] == ending).all(-1)
+        times = torch.zeros_like(scores).scatter_add(1, said[..., -1], repeats.to(scores.dtype))
+        return scores.masked_fill(times > 0, -torch.inf)
 
 
 def left_padded(ids: Tensor, mask: Tensor, pad: int) -> tuple[Tensor, Tensor]:
