@@ -27,7 +27,7 @@ LABELS = ("neg", "pos")
 WORDS = [f"w{i}" for i in range(45)]
 
 
-def write_model(folder: Path, seed: int = 0) -> Path:
+def write_model(folder: Path, seed: int = 0, width: int = 16) -> Path:
     """A random BERT of two layers with its tokenizer, as save_pretrained() leaves it."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(special + WORDS)}, unk_token="[UNK]"))
@@ -37,10 +37,10 @@ def write_model(folder: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=50,
-        hidden_size=16,
+        hidden_size=width,
         num_hidden_layers=2,
         num_attention_heads=2,
-        intermediate_size=32,
+        intermediate_size=2 * width,
         max_position_embeddings=40,
         num_labels=2,
     )
@@ -66,7 +66,9 @@ def write_data(folder: Path, sites: tuple[str, ...] = SITES) -> None:
                     file.write(json.dumps({"text": " ".join(words), "label": LABELS[positive]}) + "\n")
 
 
-def write_site_file(path: Path, root: Path, site: str, model: Path | None = None, state: Path | None = None) -> Path:
+def write_site_file(
+    path: Path, root: Path, site: str, model: Path | None = None, state: Path | None = None
+) -> Path:
     """The file a site says where its things are in."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(

@@ -175,13 +175,19 @@ def status(kit: LeadKit) -> None:
     from pf2lora.federation import admin
 
     table = Table("run", "job", "state", "round", "sites there", "deadline", "quorum")
+    lines = []
     for job in admin.runs(kit):
         now = job.get("pf2lora") or {}
         there = ", ".join(now.get("present", []))
         at = f"{now['round']} of {now['rounds']}" if now else ""
         limits = (f"{now['deadline']:g} s", f"{now['quorum']:g}") if now else ("", "")
-        table.add_row(job["job_name"], job["job_id"][:8], job["status"].lower(), at, there, *limits)
-    Console().print(table)
+        state = now.get("state") or job["status"].lower()
+        table.add_row(job["job_name"], job["job_id"][:8], state, at, there, *limits)
+        lines += [f"{job['job_name']} ({job['job_id'][:8]}): {now['line']}"] if now.get("line") else []
+    console = Console()
+    console.print(table)
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
 
 
 @app.command()

@@ -88,13 +88,21 @@ def submit(kit: Path, plan: Plan) -> str:
 
 
 def runs(kit: Path) -> list[dict[str, Any]]:
-    """Every job of this federation, newest first, with where it stands if it runs."""
+    """Every job of this federation, newest first; `pf2lora` says where it stands, or how it ended."""
+    from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
+
     with session(kit) as flare:
         found = flare.list_jobs(detailed=True)
         for job in found:
-            if job.get("status") == "RUNNING":
-                stats = flare.show_stats(job["job_id"], "server")
-                job["pf2lora"] = stats.get("server", {}).get("pf2lora")
+            try:
+                if job.get("status") == "RUNNING":
+                    job["pf2lora"] = (
+                        flare.show_stats(job["job_id"], "server").get("server", {}).get("pf2lora")
+                    )
+                else:
+                    job["pf2lora"] = flare.get_job_meta(job["job_id"]).get("pf2lora")
+            except (JobNotFound, JobNotRunning):  # it ended while we looked
+                continue
         return sorted(found, key=lambda job: job.get("submit_time", 0), reverse=True)
 
 

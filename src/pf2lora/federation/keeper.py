@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from nvflare.apis.event_type import EventType
@@ -14,7 +15,7 @@ from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.apis.job_def import JobMetaKey
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
-from pf2lora.federation.runs import SITES, Status, read_status, say, write_status
+from pf2lora.federation.runs import ALIVE, SITES, Status, read_status, say, write_status
 
 TRIES = 3  # continuations without a finished round in between
 
@@ -25,16 +26,14 @@ class Keeper(FLComponent):
     def __init__(self) -> None:
         super().__init__()
         self.root = Path.cwd()  # FLARE starts in the server's kit
+        self.seen: set[str] = set()  # sites heard of since this server started
         self.tries: dict[str, tuple[int, int]] = {}  # run: (finished rounds, continuations since)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        if event_type == EventType.CLIENT_REGISTER_PROCESSED:
+        if event_type in (EventType.CLIENT_REGISTER_PROCESSED, EventType.CLIENT_HEARTBEAT_PROCESSED):
             peer = fl_ctx.get_peer_context()
-            name = peer.get_identity_name() if peer else None
-            if name:
-                folder = self.root / SITES
-                folder.mkdir(exist_ok=True)
-                (folder / os.path.basename(name)).write_text(str(time.time()))
+            if peer and peer.get_identity_name():
+                self.heard(peer.get_identity_name(), event_type == EventType.CLIENT_REGISTER_PROCESSED)
         elif event_type in (EventType.JOB_COMPLETED, EventType.JOB_ABORTED):
             data = fl_ctx.get_prop(FLContextKey.EVENT_DATA)
             job = data.get(JobMetaKey.JOB_ID.value) if isinstance(data, dict) else None
@@ -42,6 +41,21 @@ class Keeper(FLComponent):
                 status = read_status(folder)
                 if status is not None and status.job == job:
                     self.ended(folder, status, event_type == EventType.JOB_ABORTED, fl_ctx)
+                    self.tell_admin(folder, fl_ctx)
+
+    def heard(self, site: str, registered: bool) -> None:
+        """A site found this server: it registered, or its heartbeat goes on after the server was started again."""
+        if registered or site not in self.seen:
+            note(self.root / SITES, site)
+        note(self.root / ALIVE, site)
+        self.seen.add(site)
+
+    def tell_admin(self, folder: Path, fl_ctx: FLContext) -> None:
+        """What the lead's `status` shows of a run that is over."""
+        status = read_status(folder)
+        if status is not None:
+            manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
+            manager.update_meta(status.job, {"pf2lora": asdict(status)}, fl_ctx)
 
     def ended(self, folder: Path, status: Status, aborted: bool, fl_ctx: FLContext) -> None:
         if aborted and status.state == "running":
@@ -67,6 +81,11 @@ class Keeper(FLComponent):
         job = manager.get_job(status.job, fl_ctx)
         meta = {key.value: job.meta[key.value] for key in CARRIED if key.value in job.meta}
         manager.clone(status.job, meta, fl_ctx)
+
+
+def note(folder: Path, site: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / os.path.basename(site)).write_text(str(time.time()))
 
 
 CARRIED = (

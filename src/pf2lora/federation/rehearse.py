@@ -58,7 +58,7 @@ def rehearse(
         tell(f"stopped, all processes ended; the same command resumes after round {done}")
         raise
     if status.state != "finished":
-        raise UserError(status.line)
+        raise UserError(f"{status.line} (logs: {folder / 'logs'})")
     return outcome.collect(
         plan, workload, run, out, [folder / "sites" / site / "state" for site in plan.sites]
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pf2lora.federation.files import write_json
 
-SITES = "registered"  # a file per site that registered, newest time wins
+SITES = "registered"  # a file per site, as old as its way to this server
+ALIVE = "alive"  # a file per site, as old as its last heartbeat
 STATUS, LINES = "status.json", "lines.jsonl"
 
 

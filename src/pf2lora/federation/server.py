@@ -28,11 +28,12 @@ from pf2lora.errors import UserError
 from pf2lora.federation import wire
 from pf2lora.federation.coordinator import Coordinator, QuorumMissed
 from pf2lora.federation.plan import Plan
-from pf2lora.federation.runs import SITES, Status, run_folder, say, write_status
+from pf2lora.federation.runs import ALIVE, SITES, Status, run_folder, say, write_status
 from pf2lora.federation.site import BODY
 from pf2lora.trial import evaluation_rounds
 
 PERIOD = 0.05  # seconds between looks at the tasks
+FRESH = 30.0  # seconds within which a connected site was heard of
 LOADING = 600.0  # seconds for a site to load its data and base model, at least
 
 
@@ -50,9 +51,8 @@ class Rounds(Controller):
         self.started = time.time()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        root = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_ROOT))
-        self.folder = run_folder(root, self.plan.name)
-        self.sites_folder = root / SITES
+        self.root = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_ROOT))
+        self.folder = run_folder(self.root, self.plan.name)
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
@@ -155,11 +155,16 @@ class Rounds(Controller):
             if site in self.present:
                 say(self.folder, f"{site} is back")
         for site in self.plan.sites:
-            file = self.sites_folder / site
-            if site not in self.present and file.exists() and file.stat().st_mtime > self.started:
+            if site not in self.present and self.waits(site):
                 say(self.folder, f"{site} is back: the run continues with it in a new job")
                 return True
         return False
+
+    def waits(self, site: str) -> bool:
+        """It found the server after this job began, or it is connected while its part of this job is dead."""
+        if age(self.root / SITES / site) < time.time() - self.started:
+            return True
+        return bool(self.get_client_disconnect_time(site)) and age(self.root / ALIVE / site) < FRESH
 
     # --- rounds ---------------------------------------------------------------------------------------------
 
@@ -239,6 +244,14 @@ class Rounds(Controller):
         task = Task(name=name, data=Shareable({BODY: data}), timeout=seconds, result_received_cb=received)
         self.send(task, self.fl_ctx, targets=[site])
         return task
+
+
+def age(file: Path) -> float:
+    """Seconds since a file was written; for ever, if it was not."""
+    try:
+        return time.time() - file.stat().st_mtime
+    except OSError:
+        return math.inf
 
 
 def body(result: Shareable, request: bytes) -> bytes:

@@ -1,0 +1,112 @@
+"""What the federation's engine costs per round beyond the local steps, and what the wire precision does.
+
+    python benchmarks/federation_overhead.py [--wire bfloat16]     # 4 sites, two layers of width 768, rank 32
+
+The overhead of a round is its time on the server minus the longest time a site spent inside the worker (local steps,
+evaluation, saving its state). Sites write that time to their own log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from flare_federation import flare
+from small_federation import LABELS, SITES, write_data, write_model
+
+from pf2lora.federation.coordinator import Coordinator
+from pf2lora.federation.plan import Plan
+
+TIMED = """
+import sys
+if "worker_process" in " ".join(sys.orig_argv):
+    import json, os, time
+    from pf2lora.federation import wire, worker
+    answer = worker.Worker.answer
+
+    def timed(self, data):
+        began = time.perf_counter()
+        reply = answer(self, data)
+        with open(os.environ["TIMES"], "a") as file:
+            file.write(json.dumps([wire.decode(data).fields["round"], time.perf_counter() - began]) + "\\n")
+        return reply
+
+    worker.Worker.answer = timed
+"""
+
+
+def measure(root: Path, plan: Plan) -> dict[str, float]:
+    """Run the plan and take its times apart."""
+    (root / "timed").mkdir(parents=True)
+    (root / "timed" / "sitecustomize.py").write_text(TIMED)
+    with flare(root, plan) as run:
+        for site in plan.sites:
+            run.environment[site] = {"PYTHONPATH": str(root / "timed"), "TIMES": str(root / f"{site}.times")}
+        began = time.perf_counter()
+        run.start("server")
+        run.start(*plan.sites)
+        connected = time.perf_counter() - began
+        run.submit()
+        run.wait(lambda: run.round() >= 1, 600, "the first round")
+        first = time.perf_counter() - began
+        run.wait(lambda: run.state() == "finished", 3600, "the end")
+    coordinator = Coordinator(plan, run.run)
+    inside: dict[int, float] = {}
+    for site in plan.sites:
+        for line in (root / f"{site}.times").read_text().splitlines():
+            number, seconds = json.loads(line)
+            inside[number] = max(inside.get(number, 0.0), seconds)
+    rounds = [(r["seconds"], inside[r["round"]]) for r in coordinator.records[1:]]  # the first warms up
+    assert coordinator.common is not None
+    return {
+        "numbers": coordinator.common.numel(),
+        "bytes_per_site_and_round": statistics.mean(coordinator.records[-1]["bytes"].values()),
+        "seconds_until_connected": connected,
+        "seconds_until_first_round": first,
+        "round": statistics.median(r for r, _ in rounds),
+        "site": statistics.median(s for _, s in rounds),
+        "overhead_median": statistics.median(r - s for r, s in rounds),
+        "overhead_worst": max(r - s for r, s in rounds),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--wire", default="float32")
+    parser.add_argument("--width", type=int, default=768)
+    args = parser.parse_args()
+    config = {
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "batch_size": 4,
+        "rank": args.rank,
+        "client_rank": 2,
+        "evaluate_every": args.rounds,
+        "method": ["pf2lora"],
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        write_model(root / "model", width=args.width)
+        write_data(root)
+        plan = Plan("benchmark", config, "pf2lora", SITES, LABELS, deadline=300, wire=args.wire)
+        found = measure(root, plan)
+    print(
+        f"{len(SITES)} sites on {os.cpu_count()} cores, {args.rounds} rounds of {args.steps} steps, x as {args.wire}"
+    )
+    for name, value in found.items():
+        print(f"  {name:28s} {value:,.3f}" if value < 1000 else f"  {name:28s} {value:,.0f}")
+
+
+if __name__ == "__main__":
+    main()
