@@ -76,7 +76,7 @@ TARGETS = {
 def test_query_and_value_by_default(kind: str) -> None:
     names = tiny_two_level(kind).layer_names
     assert len(names) == 4
-    assert [[n for n in names if n.endswith(f".{t}")] for t in TARGETS[kind]] == [names[0::2], names[1::2]]
+    assert sorted(n.endswith(f".{TARGETS[kind][0]}") - n.endswith(f".{TARGETS[kind][1]}") for n in names) == [-1, -1, 1, 1]
 
 
 SMALL_LLAMA = ENCODER | {"num_key_value_heads": 1}
@@ -89,7 +89,7 @@ SMALL_LLAMA = ENCODER | {"num_key_value_heads": 1}
 def test_llama_like_models_have_their_defaults(config: PretrainedConfig) -> None:
     model = AutoModelForSequenceClassification.from_config(config)
     names = TwoLevelModel(model, AdapterSpec(4, 2)).layer_names
-    assert [n.split(".")[-1] for n in names] == ["q_proj", "v_proj"] * 2
+    assert sorted(n.split(".")[-1] for n in names) == ["q_proj"] * 2 + ["v_proj"] * 2
 
 
 def test_heads_that_are_new_beside_the_classifier_are_trained_with_it() -> None:
@@ -216,7 +216,7 @@ def test_dropout_acts_on_the_adapters_input_and_keeps_its_mean() -> None:
     layer = two_level.adapted["roberta.encoder.layer.1.attention.self.value"]
     x = torch.randn(2, two_level.x.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     views, key = two_level.x.unpack(x), torch.tensor([11, 12])
-    layer.bind(views, {}, key)
+    layer.bind(two_level.factors(x, torch.zeros(2, 0, dtype=torch.float64))[0], key)
     u = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     kept = keep_mask(key, layer.number, u.shape, 0.25)
     assert 0 < kept.double().mean() < 1

@@ -180,11 +180,11 @@ def regression_problem(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
-    entries = [e for i in range(modules) for e in factor_entries(f"w{i}", "A", "B", rank, m, n)]
+    entries = factor_entries({f"w{i}": (m, n) for i in range(modules)}, "A", "B", rank)
     entries.append(Entry("head", "head", (m,), "bias"))
     common = Layout(tuple(entries), sum(e.size for e in entries))
     own = Layout(
-        tuple(e for i in range(modules) for e in factor_entries(f"w{i}", "C", "D", client_rank, m, n))
+        tuple(factor_entries({f"w{i}": (m, n) for i in range(modules)}, "C", "D", client_rank))
         if client_rank
         else (),
         0,

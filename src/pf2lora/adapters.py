@@ -76,20 +76,12 @@ class Adapted(nn.Module):
         self.spec = spec
         self.number = number  # tells the dropout masks of layers apart
         self.in_features, self.out_features = sizes(base)
-        self.factors: list[tuple[Tensor, Tensor]] = []  # per part: (M, R, n) and (M, R, m)
+        self.factors: list[tuple[Tensor, Tensor]] = []  # per part: (M, R, n) and (M, m, R)
         self.key: Tensor | None = None
 
-    def bind(self, x: dict[str, Tensor], y: dict[str, Tensor], key: Tensor | None) -> None:
-        """Take the adapters of M clients. A, C and B, D side by side cost one pair of small products."""
-        self.key = key
-        self.factors = []
-        for part in self.parts:
-            down, up = x[f"{part.name}.A"], x[f"{part.name}.B"] * self.spec.scaling
-            if f"{part.name}.C" in y:
-                down = torch.cat([down, y[f"{part.name}.C"]], dim=1)
-                up = torch.cat([up, y[f"{part.name}.D"] * self.spec.client_scaling], dim=2)
-            dtype = self.base.weight.dtype
-            self.factors.append((down.to(dtype), up.mT.to(dtype)))
+    def bind(self, factors: Mapping[str, tuple[Tensor, Tensor]], key: Tensor | None) -> None:
+        """Take the adapters of M clients."""
+        self.factors, self.key = [factors[part.name] for part in self.parts], key
 
     def unbind(self) -> None:
         self.factors, self.key = [], None
@@ -119,12 +111,12 @@ class Adapted(nn.Module):
         """`out + (u Aᵀ) Bᵀ` on the adapted parts; `out` is (M, rows, m) and `u` (M, rows, n)."""
         if len(self.parts) == 1 and self.parts[0].stop - self.parts[0].start == self.out_features:
             ((down, up),) = self.factors
-            return torch.baddbmm(out, u @ down.mT, up)
+            return torch.baddbmm(out, u @ down.mT, up.mT)
         pieces, at = [], 0
         for part, (down, up) in zip(self.parts, self.factors):
             pieces += [
                 out[..., at : part.start],
-                torch.baddbmm(out[..., part.start : part.stop], u @ down.mT, up),
+                torch.baddbmm(out[..., part.start : part.stop], u @ down.mT, up.mT),
             ]
             at = part.stop
         return torch.cat([*pieces, out[..., at:]], dim=-1)
@@ -211,13 +203,13 @@ class TwoLevelModel:
         return heads
 
     def _layouts(self) -> tuple[Layout, Layout]:
-        common, own = [], []
-        for layer in self.adapted.values():
-            for part in layer.parts:
-                m, n = part.stop - part.start, layer.in_features
-                common += factor_entries(part.name, "A", "B", self.spec.rank, m, n)
-                if self.spec.client_rank:
-                    own += factor_entries(part.name, "C", "D", self.spec.client_rank, m, n)
+        shapes = {
+            p.name: (p.stop - p.start, layer.in_features)
+            for layer in self.adapted.values()
+            for p in layer.parts
+        }
+        common = factor_entries(shapes, "A", "B", self.spec.rank)
+        own = factor_entries(shapes, "C", "D", self.spec.client_rank) if self.spec.client_rank else []
         adapter = sum(e.size for e in common)
         for name, head in self.heads.items():
             common += [
@@ -261,15 +253,40 @@ class TwoLevelModel:
 
         Its batches are client-major; beam search repeats each example in place, which keeps them so.
         """
-        common, own = self.x.unpack(x), self.y.unpack(y)
+        factors, heads = self.factors(x, y)
         for layer in self.adapted.values():
-            layer.bind(common, own, key)
+            layer.bind(factors, key)
         for head in self.heads.values():
-            head.bind(common)
+            head.bind(heads)
         try:
             yield self.model
         finally:
             self.unbind()
+
+    def factors(self, x: Tensor, y: Tensor) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+        """Every part's `[A; C] (M, R, n)` and `[sB, s̃D] (M, m, R)` in the base model's precision, and the head.
+
+        Side by side, both adapters cost a layer one pair of small products; and all layers of one shape are put
+        together, scaled and rounded as one block.
+        """
+        downs: list[Tensor] = []
+        ups: list[Tensor] = []
+        heads: dict[str, Tensor] = {}
+        own = iter(self.y.blocks(y))
+        for run, block in zip(self.x.runs, self.x.blocks(x)):
+            kind = run[0].kind
+            if kind == "head":
+                heads |= {entry.name: view for entry, view in zip(run, block.unbind(1))}
+                continue
+            if kind == "B":
+                block = block * self.spec.scaling if self.spec.scaling != 1 else block
+            if self.spec.client_rank:
+                beside = next(own)
+                if kind == "B" and self.spec.client_scaling != 1:
+                    beside = beside * self.spec.client_scaling
+                block = torch.cat([block, beside], dim=-1 if kind == "B" else -2)
+            (ups if kind == "B" else downs).extend(block.to(self.dtype).unbind(1))
+        return dict(zip(self.layer_names, zip(downs, ups))), heads
 
     def unbind(self) -> None:
         """Forget the adapters: the model is the frozen base again, and no graph is kept alive."""
@@ -286,13 +303,23 @@ class TwoLevelModel:
             self.model.set_submodule(name, layer.base)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The base model's precision."""
+        return next(iter(self.adapted.values())).base.weight.dtype
+
+    @property
     def layer_names(self) -> list[str]:
-        """The adapted parts, in the order of the model."""
-        return [part.name for layer in self.adapted.values() for part in layer.parts]
+        """The adapted parts, in the order of the layouts: equal shapes together, within them as in the model."""
+        return [e.module for e in self.x.entries if e.kind == "A"]
 
 
-def factor_entries(name: str, down: Kind, up: Kind, rank: int, m: int, n: int) -> list[Entry]:
-    return [Entry(name, down, (rank, n)), Entry(name, up, (m, rank))]
+def factor_entries(shapes: Mapping[str, tuple[int, int]], down: Kind, up: Kind, rank: int) -> list[Entry]:
+    """The factors of layers `(m, n)`: equal shapes side by side, all of one kind before the other."""
+    order = list(dict.fromkeys(shapes.values()))
+    names = sorted(shapes, key=lambda name: order.index(shapes[name]))
+    return [Entry(name, down, (rank, shapes[name][1])) for name in names] + [
+        Entry(name, up, (shapes[name][0], rank)) for name in names
+    ]
 
 
 def first_values(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from math import prod
 from typing import Literal
 
@@ -76,16 +77,29 @@ class Layout:
     def shared_entries(self) -> tuple[Entry, ...]:
         return tuple(e for e in self.entries if self.offsets[e.name] < self.shared)
 
-    def unpack(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of the rows of `flat (M, P)`, each `(M, *shape)`, by name.
+    @cached_property
+    def runs(self) -> list[tuple[Entry, ...]]:
+        """Neighbours of one kind and shape: they are read, and their gradients written, as one block."""
+        return [tuple(run) for _, run in groupby(self.entries, key=lambda e: (e.kind, e.shape))]
+
+    def blocks(self, flat: Tensor) -> list[Tensor]:
+        """Each run of `flat (M, P)` as a view `(M, entries, *shape)`.
 
         One split, whose backward is one concatenation: slicing entry by entry would build a zero-filled
         gradient of the full size for each of them.
         """
         if flat.shape[-1] != self.size:
             raise ValueError(f"expected {self.size} numbers per client, got {flat.shape[-1]}")
-        pieces = torch.split(flat, self.sizes, dim=-1) if self.entries else ()
-        return {e.name: p.unflatten(-1, e.shape) for e, p in zip(self.entries, pieces)}
+        if not self.entries:
+            return []
+        pieces = torch.split(flat, [len(run) * run[0].size for run in self.runs], dim=-1)
+        return [p.unflatten(-1, (len(run), *run[0].shape)) for p, run in zip(pieces, self.runs)]
+
+    def unpack(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of the rows of `flat (M, P)`, each `(M, *shape)`, by name."""
+        blocks = zip(self.blocks(flat), self.runs)
+        views = (view for block, run in blocks for view in block.unbind(-1 - len(run[0].shape)))
+        return {entry.name: view for entry, view in zip(self.entries, views)}
 
     def pack(self, tensors: dict[str, Tensor]) -> Tensor:
         """The flat rows of named tensors `(M, *shape)`."""

@@ -16,11 +16,20 @@ from pf2lora.randomness import numpy_generator, stream_seed
 
 @dataclass(frozen=True)
 class Batch:
-    """M·b rows, client by client. `key (M,)` is where the dropout masks of this batch come from."""
+    """M·b rows, client by client. `key (M,)` is where the dropout masks of this batch come from.
+
+    `full` is known without asking the device: no row is padded, so attention needs no mask and its fastest kernel.
+    """
 
     clients: int
     tensors: dict[str, Tensor]
     key: Tensor | None = None
+    full: bool = False
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The attention mask, where there is anything to mask."""
+        return None if self.full else self.tensors["attention_mask"]
 
     def first(self, count: int) -> Batch:
         """Each client's first `count` rows."""
@@ -30,7 +39,7 @@ class Batch:
         cut = {
             n: t.unflatten(0, (self.clients, rows))[:, :count].flatten(0, 1) for n, t in self.tensors.items()
         }
-        return Batch(self.clients, cut, self.key)
+        return Batch(self.clients, cut, self.key, self.full)
 
 
 class BatchSource(Protocol):
@@ -53,13 +62,40 @@ def epoch_order(seed: int, name: str, epoch: int, rows: int) -> np.ndarray:
     return numpy_generator(seed, "order", name, epoch).permutation(rows)
 
 
+def stream_rows(seed: int, name: str, rows: int, start: int, stop: int) -> np.ndarray:
+    """Positions `start : stop` of a client's endless stream: epochs are shuffled and run on without a gap."""
+    pieces = []
+    while start < stop:
+        epoch, within = divmod(start, rows)
+        piece = epoch_order(seed, name, epoch, rows)[within : within + stop - start]
+        pieces.append(piece)
+        start += len(piece)
+    return np.concatenate(pieces)
+
+
 def batch_rows(seed: int, name: str, rows: int, number: int, size: int) -> np.ndarray:
-    """The rows of a client's batch `number`: epochs are shuffled and run on without a gap."""
-    positions = np.arange(number * size, (number + 1) * size)
-    epochs, within = positions // rows, positions % rows
-    return np.array(
-        [epoch_order(seed, name, int(e), rows)[w] for e, w in zip(epochs, within)], dtype=np.int64
-    )
+    """The rows of a client's batch `number`."""
+    return stream_rows(seed, name, rows, number * size, (number + 1) * size)
+
+
+@lru_cache(maxsize=4096)
+def window_order(seed: int, window: int, batches: int) -> np.ndarray:
+    """In which order a window's batches come, by length; the same for all clients, so that long meets long."""
+    return numpy_generator(seed, "window", window).permutation(batches)
+
+
+def batch_rows_by_length(
+    seed: int, name: str, lengths: np.ndarray, number: int, size: int, window: int
+) -> np.ndarray:
+    """Like `batch_rows`, but the rows of `window` batches in a row are shared out among these batches by length.
+
+    Each row comes as often as before; batches hold rows of like length, which pad little. A client's batches do not
+    depend on who else is there.
+    """
+    which, within = divmod(number, window)
+    rows = stream_rows(seed, name, len(lengths), which * window * size, (which + 1) * window * size)
+    by_length = rows[np.argsort(lengths[rows], kind="stable")].reshape(window, size)
+    return by_length[window_order(seed, which, window)[within]]
 
 
 @dataclass(frozen=True)
@@ -109,29 +145,34 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """Training batches of `size` rows from encoded clients. With `keyed`, batches carry dropout keys."""
+    """Training batches of `size` rows from encoded clients. With `keyed`, batches carry dropout keys; with a
+    `window` above 1, rows of like length share a batch."""
 
     data: Encoded
     names: list[str]
     size: int
     seed: int
     keyed: bool = False
+    window: int = 1
 
     @property
     def sizes(self) -> list[int]:
         return self.data.sizes()
 
     def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
-        sizes = self.sizes
-        index = np.concatenate(
-            [
-                self.data.starts[k] + batch_rows(self.seed, self.names[k], sizes[k], number, self.size)
-                for k, number in zip(clients, numbers)
-            ]
-        )
+        index = np.concatenate([self.client_rows(k, number) for k, number in zip(clients, numbers)])
         tensors = self.data.rows(index)
         key = None
         if self.keyed:
             seeds = [stream_seed(self.seed, "dropout", self.names[k], n) for k, n in zip(clients, numbers)]
             key = torch.tensor(seeds, device=tensors["attention_mask"].device)
-        return Batch(len(clients), tensors, key)
+        full = bool((self.data.lengths[index] == tensors["input_ids"].shape[1]).all())
+        return Batch(len(clients), tensors, key, full)
+
+    def client_rows(self, k: int, number: int) -> np.ndarray:
+        """Where the rows of client k's batch `number` lie."""
+        start, stop = self.data.starts[k : k + 2]
+        if self.window == 1:
+            return start + batch_rows(self.seed, self.names[k], stop - start, number, self.size)
+        lengths = self.data.lengths[start:stop]
+        return start + batch_rows_by_length(self.seed, self.names[k], lengths, number, self.size, self.window)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pf2lora.data.batches import BatchSource
+from pf2lora.engines.stepper import PlainStepper, Stepper, make_stepper
 from pf2lora.errors import UserError
 from pf2lora.method import Loss, Method, Report, State, over_tensors, put, take
 from pf2lora.randomness import participants
@@ -76,18 +77,20 @@ def local_steps(
     first_step: Sequence[int],
     steps: int,
     on_step: Callable[[int], None] = lambda clients: None,
+    stepper: Stepper | None = None,
 ) -> tuple[State, Report]:
     """`steps` local steps of `clients`, whose states are `state`; `first_step` says how many each has done before.
 
     A site of a federation calls this with one client, the local engine with as many as it trains at once.
     """
+    step = stepper or PlainStepper(method, F)
     reports = []
     for i in range(steps):
         batches = [
             source.draw(clients, [(done + i) * method.draws + d for done in first_step])
             for d in range(method.draws)
         ]
-        state, report = method.step(F, state, *batches)
+        state, report = step(state, batches)
         reports.append(report)
         on_step(len(clients))
     losses = torch.stack([r.loss for r in reports])
@@ -95,7 +98,7 @@ def local_steps(
     lost = ~(torch.isfinite(state.x).all(1) & torch.isfinite(state.y).all(1))
     losses[-1] = losses[-1].masked_fill(lost, torch.nan)
     shares = [r.second_order for r in reports if r.second_order is not None]
-    return state, Report(losses, torch.stack(shares) if shares else None)
+    return step.keep(state), Report(losses, torch.stack(shares) if shares else None)
 
 
 def check_finite(losses: Tensor, names: Sequence[str], round_number: int) -> None:
@@ -118,14 +121,19 @@ def train(
     *,
     device: torch.device | str = "cpu",
     on_step: Callable[[int], None] = lambda clients: None,
+    graphs: bool = True,
 ) -> Iterator[Round]:
-    """The rounds of a run, one by one. This loop exists once."""
+    """The rounds of a run, one by one. This loop exists once.
+
+    On a CUDA device the local step is recorded as a CUDA graph and replayed, unless `graphs` is off.
+    """
     clients = len(source.names)
     if clients == 0 or min(source.sizes) == 0:
         raise UserError("a run needs at least one client, and every client at least one training row")
     per_pass = schedule.clients_per_pass or clients
     home = torch.device(device if per_pass >= clients else "cpu")  # waiting clients stay off the device
     state = over_tensors(lambda t: t.to(home), state)
+    stepper = make_stepper(method, F, device, graphs=graphs)
     steps_done = [0] * clients
     for number in range(1, schedule.rounds + 1):
         started = time.perf_counter()
@@ -143,6 +151,7 @@ def train(
                 [steps_done[k] for k in together],
                 schedule.steps,
                 on_step,
+                stepper,
             )
             before = put(before, together, part)
             part, leaves = method.send(part)

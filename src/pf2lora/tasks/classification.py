@@ -61,7 +61,9 @@ class Classification(Task[TextRow, np.ndarray]):
         tokens = self.tokenizer([r.text for r in rows], pairs, truncation=True, max_length=self.max_length)
         number = {label: i for i, label in enumerate(self.labels)}
         labels = torch.tensor([number[row.label] for row in rows])
-        return pad_columns(tokens, self.tokenizer.pad_token_id, {"labels": labels}, [len(client) for client in clients])
+        return pad_columns(
+            tokens, self.tokenizer.pad_token_id, {"labels": labels}, [len(client) for client in clients]
+        )
 
     def loss(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         logits = self.logits(model, x, y, batch)
@@ -69,7 +71,9 @@ class Classification(Task[TextRow, np.ndarray]):
         return losses.view(batch.clients, -1).mean(1)
 
     def logits(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
-        inputs = {name: t for name, t in batch.tensors.items() if name != "labels"}
+        inputs = {name: t for name, t in batch.tensors.items() if name != "labels"} | {
+            "attention_mask": batch.mask
+        }
         logits: Tensor = model(x, y, key=batch.key, **inputs).logits
         return logits.to(x.dtype)
 

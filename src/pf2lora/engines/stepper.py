@@ -1,0 +1,143 @@
+"""How a local step is run: as it is written, or recorded once as a CUDA graph and replayed.
+
+A recorded step has no Python and no launch overhead in it; its numbers are those of the plain step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from pf2lora.data.batches import Batch
+from pf2lora.method import Loss, Method, Report, State, over_tensors
+
+logger = logging.getLogger("pf2lora")
+
+WARM_UP = 3  # steps before a recording: libraries set up their workspaces in the first ones
+
+
+class Stepper(Protocol):
+    """One local step of every client. The state it returns is valid until the next call."""
+
+    def __call__(self, state: State, batches: Sequence[Any]) -> tuple[State, Report]: ...
+
+    def keep(self, state: State) -> State:
+        """The state as one's own, which no later step writes over."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainStepper:
+    """The method's own step."""
+
+    method: Method
+    F: Loss
+
+    def __call__(self, state: State, batches: Sequence[Any]) -> tuple[State, Report]:
+        return self.method.step(self.F, state, *batches)
+
+    def keep(self, state: State) -> State:
+        return state
+
+
+@dataclass
+class Recording:
+    """A recorded step of one shape: it reads its batches and its state from fixed places, and writes there."""
+
+    graph: torch.cuda.CUDAGraph
+    batches: list[Batch]
+    state: State
+    report: Report
+
+    def play(self, state: State, batches: Sequence[Batch]) -> tuple[State, Report]:
+        if state is not self.state:
+            over_tensors(lambda place, new: place.copy_(new), self.state, state)
+        for place, new in zip(self.batches, batches):
+            copy_batch(place, new)
+        self.graph.replay()
+        return self.state, over_report(self.report)
+
+
+@dataclass
+class GraphStepper:
+    """Replays the step as a CUDA graph, one recording per shape of its batches.
+
+    Where recording fails (an operation that waits for the device), it says so once and goes on plainly.
+    """
+
+    method: Method
+    F: Loss
+    recordings: dict[Any, Recording] = field(default_factory=dict)
+    plain: bool = False
+
+    def __call__(self, state: State, batches: Sequence[Any]) -> tuple[State, Report]:
+        if self.plain:
+            return self.method.step(self.F, state, *batches)
+        shape = signature(state, batches)
+        if shape not in self.recordings:
+            try:
+                self.recordings[shape] = self.record(state, batches)
+            except RuntimeError as error:
+                logger.warning("steps run without a CUDA graph: %s", str(error).splitlines()[0])
+                self.plain = True
+                return self.method.step(self.F, state, *batches)
+        return self.recordings[shape].play(state, batches)
+
+    def keep(self, state: State) -> State:
+        return over_tensors(torch.clone, state)
+
+    def record(self, state: State, batches: Sequence[Batch]) -> Recording:
+        """Run the step a few times aside, then record it; the new state is written over the old."""
+        place = over_tensors(torch.clone, state)
+        held = [own_copy(batch) for batch in batches]
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP):
+                self.method.step(self.F, place, *held)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool()):
+            after, report = self.method.step(self.F, place, *held)
+            over_tensors(lambda old, new: old.copy_(new), place, after)
+        return Recording(graph, held, place, report)
+
+    def pool(self) -> Any:
+        """All recordings share one pool of memory: only one plays at a time."""
+        return next(iter(self.recordings.values())).graph.pool() if self.recordings else None
+
+
+def over_report(report: Report) -> Report:
+    """A copy that the next replay does not write over."""
+    return Report(*(None if value is None else value.clone() for value in report))
+
+
+def own_copy(batch: Batch) -> Batch:
+    tensors = {name: tensor.clone() for name, tensor in batch.tensors.items()}
+    return replace(batch, tensors=tensors, key=None if batch.key is None else batch.key.clone())
+
+
+def copy_batch(place: Batch, new: Batch) -> None:
+    for name, tensor in new.tensors.items():
+        place.tensors[name].copy_(tensor, non_blocking=True)
+    if place.key is not None and new.key is not None:
+        place.key.copy_(new.key, non_blocking=True)
+
+
+def signature(state: State, batches: Sequence[Batch]) -> Any:
+    """What a recording depends on: the number of clients and the shapes of the batches."""
+    shapes = tuple(
+        (b.full, b.key is None, *((n, t.shape) for n, t in sorted(b.tensors.items()))) for b in batches
+    )
+    return state.x.shape, shapes
+
+
+def make_stepper(method: Method, F: Loss, device: torch.device | str, *, graphs: bool = True) -> Stepper:
+    """Recorded on a CUDA device, plain elsewhere and where `graphs` is off."""
+    return (
+        GraphStepper(method, F) if graphs and torch.device(device).type == "cuda" else PlainStepper(method, F)
+    )
