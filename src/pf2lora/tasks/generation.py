@@ -220,7 +220,7 @@ class Generation(Task[PromptRow, Continuation]):
     def token_losses(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of every token given those before it, zero outside the targets, and where the targets are."""
         ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"]
-        logits = model(x, y, key=batch.key, input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logits = model(x, y, key=batch.key, input_ids=ids, attention_mask=batch.mask, use_cache=False).logits
         # Position t predicts token t + 1; rolling the tokens copies less than slicing the logits would.
         following = torch.arange(1, ids.shape[1] + 1, device=ids.device)
         counted = mask.roll(-1, 1).bool() & (following >= batch.tensors["prompt_length"].unsqueeze(1))
