@@ -185,10 +185,10 @@ def necessary_flops(model: TwoLevelModel, batches: list[Batch], hypergradient: s
     """The arithmetic that one step of all clients cannot do without, padding left out.
 
     One gradient of a row of t tokens: 2·W·t operations forward and as many backward (by the activations only: W is
-    frozen) for the W weights of the linear layers that see every token, GPT-2's output layer among them; attention's
-    two products of 2·t·t·d (half of that if causal) in L layers, three times over (forward, and backward by either
-    side); the adapters' 2·P·t for their P weights, three times over as well. A classifier or pooler sees one token
-    of a row and is left out, under 0.1%.
+    frozen) for the W weights of the linear layers that see every token, GPT-2's output layer among them, less the first
+    layer's q, k and v backward, below which nothing is trained; attention's two products of 2·t·t·d (half of that if
+    causal) in each layer, three times over (forward, and backward by either side); the adapters' 2·P·t for their P
+    weights, three times over as well. A classifier or pooler sees one token of a row and is left out, under 0.1%.
     """
     config = model.model.config
     frozen = sum(
@@ -203,4 +203,5 @@ def necessary_flops(model: TwoLevelModel, batches: list[Batch], hypergradient: s
     pairs = float(lengths.square().sum()) / len(batches) * seen
     attention = config.num_hidden_layers * 4 * pairs * config.hidden_size
     linear, bilinear = GRADIENTS[hypergradient]
-    return linear * 4 * frozen * tokens + bilinear * 3 * (attention + 2 * adapters * tokens)
+    products = 2 * frozen + 2 * (frozen - 3 * config.hidden_size**2)
+    return linear * products * tokens + bilinear * 3 * (attention + 2 * adapters * tokens)
