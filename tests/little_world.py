@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers_for_tests import word_piece
-from transformers import BertConfig, BertForSequenceClassification
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from pf2lora import cli, run_folder
-from pf2lora.experiment import prepare
 from pf2lora.run_folder import LoadedRun
-from pf2lora.trial import Workload
 
 GOOD, BAD = ("superb", "lovely", "brilliant"), ("dreadful", "tedious", "clumsy")
 FILLING = ("the", "film", "story", "actor", "scene", "was", "and", "with", "a", "music", "ending", "plot")
@@ -32,7 +30,13 @@ FAST: dict[str, Any] = {
     "rank": 4,
     "device": "cpu",
 }
-LEARNING: dict[str, Any] = FAST | {"rounds": 8, "steps": 10, "lr": 0.02, "client_lr": 0.3}
+LEARNING: dict[str, Any] = FAST | {
+    "rounds": 15,
+    "steps": 10,
+    "lr": 0.01,
+    "client_lr": 0.5,
+    "hypergradient": "none",
+}
 
 Row = Mapping[str, str]
 
@@ -65,10 +69,22 @@ def write_csv(path: Path, rows: Sequence[Row]) -> Path:
     return path
 
 
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each of the world's words: [CLS] text [SEP], as BERT has it."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *GOOD, *BAD, *FILLING, *SECRETS.values()]
+    number = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(number, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(
+        ("[SEP]", number["[SEP]"]), ("[CLS]", number["[CLS]"])
+    )
+    special = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep")}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
 def write_model(folder: Path) -> Path:
     """A random BERT, as save_pretrained writes it, that knows the world's words."""
-    words = [*GOOD, *BAD, *FILLING, *SECRETS.values()]
-    tokenizer = word_piece([" ".join(words)] * 20)
+    tokenizer = word_tokenizer()
     torch.manual_seed(0)
     model = BertForSequenceClassification(
         BertConfig(
@@ -136,11 +152,6 @@ def command_line(monkeypatch: Any, capsys: Any, *args: object) -> tuple[int, str
         code = int(end.code or 0)
     out, err = capsys.readouterr()
     return code, out, err
-
-
-def workload_of(run: LoadedRun) -> Workload:
-    """What a saved run was trained and measured on."""
-    return prepare(run.config)
 
 
 def opened(folder: Path, method: str | None = None) -> LoadedRun:

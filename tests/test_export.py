@@ -107,6 +107,9 @@ def test_a_client_is_one_lora_of_both_ranks(kind: str, tmp_path: Path) -> None:
     assert config["peft_type"] == "LORA" and config["task_type"] == "SEQ_CLS"
     assert config["base_model_name_or_path"] == "the/base"
     assert config["target_modules"] == sorted(model.adapted)
+    save_common(tmp_path, model, x[0], "classification", "the/base")
+    common = json.loads((tmp_path / COMMON / "adapter_config.json").read_text())
+    assert common["r"] == common["lora_alpha"] == parts * RANK
     assert sorted(p.name for p in (tmp_path / CLIENT).iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",

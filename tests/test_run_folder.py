@@ -143,7 +143,7 @@ def test_what_cannot_be_opened(world: World, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no method 'local'; its methods: pf2lora"):
         opened(run, "local")
     (tmp_path / "config.toml").write_text((run / "config.toml").read_text())
-    with pytest.raises(UserError, match=r"saved no adapters of 'pf2lora' .it did not finish"):
+    with pytest.raises(UserError, match=r"saved no adapters .it did not finish"):
         opened(tmp_path)
     (tmp_path / "state" / "clients").mkdir(parents=True)
     (tmp_path / "state" / "run.json").write_text("{")

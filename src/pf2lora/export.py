@@ -40,11 +40,10 @@ def combined(layer: Adapted, x: dict[str, Tensor], y: dict[str, Tensor]) -> tupl
 
 
 def one_client(model: TwoLevelModel, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """One client's named tensors from its flat vectors `(P,)` and `(Q,)`."""
-    return (
-        {name: t[0] for name, t in model.x.unpack(x.detach().float().cpu()[None]).items()},
-        {name: t[0] for name, t in model.y.unpack(y.detach().float().cpu()[None]).items()},
-    )
+    """One client's named tensors from its flat vectors `(P,)` and `(Q,)`; the common model's y of zeros is nothing."""
+    common = {name: t[0] for name, t in model.x.unpack(x.detach().float().cpu()[None]).items()}
+    own = {name: t[0] for name, t in model.y.unpack(y.detach().float().cpu()[None]).items()}
+    return common, own if y.any() else {}
 
 
 def kept_whole(model: TwoLevelModel) -> list[str]:

@@ -34,6 +34,10 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
 
     Returns the scores of the common adapter alone, of the newcomer's own adapter on it, and of training alone.
     """
+    saved = run_folder.read_description(
+        run.where
+    )  # as it is now: others may have joined since the run was opened
+    run = replace(run, saved=saved)
     check_newcomer(run, name)
     config = replace(run.config, rounds=run.config.rounds if rounds is None else rounds)
     run = replace(run, config=config)
@@ -56,7 +60,7 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
     }
     run_folder.save_client(run.where, run.model, name, own_x[0], own_y[0], run.task.name, config.model)
     run_folder.write_json(run.where / "clients" / name / "onboarding.json", found)
-    run_folder.save_description(run.where, replace(run.saved, clients=[*run.saved.clients, name]))
+    run_folder.save_description(run.where, replace(saved, clients=[*saved.clients, name]))
     return found
 
 

@@ -146,6 +146,16 @@ def save_description(where: Path, saved: Saved) -> None:
     write_json(where / "state" / "run.json", saved.__dict__)
 
 
+def read_description(where: Path) -> Saved:
+    file = where / "state" / "run.json"
+    try:
+        return Saved(**json.loads(file.read_text(encoding="utf8")))
+    except FileNotFoundError:
+        raise UserError(f"{where}: the run has saved no adapters (it did not finish)") from None
+    except (json.JSONDecodeError, TypeError) as error:
+        raise UserError(f"{file}: damaged ({error})") from None
+
+
 def flat(layout: Layout, tensors: dict[str, Tensor], file: Path) -> Tensor:
     """The flat row of saved tensors, checked against the layout."""
     for entry in layout.entries:
@@ -226,13 +236,7 @@ def load_run(folder: Path, method: str | None = None, device: str = "auto") -> L
     name = method or config.method[0]
     if name not in config.method:
         raise UserError(f"{folder} has no method {name!r}; its methods: {', '.join(config.method)}")
-    file = place(folder, config, name) / "state" / "run.json"
-    try:
-        saved = Saved(**json.loads(file.read_text(encoding="utf8")))
-    except FileNotFoundError:
-        raise UserError(f"{folder}: the run has saved no adapters of {name!r} (it did not finish)") from None
-    except (json.JSONDecodeError, TypeError) as error:
-        raise UserError(f"{file}: damaged ({error})") from None
+    saved = read_description(place(folder, config, name))
     where = choose_device(device)
     task = rebuild_task(config, saved.labels)
     base = task.load_model(config.model, DTYPES[config.precision])
