@@ -18,7 +18,7 @@ from pf2lora.engines.local import Schedule, train
 from pf2lora.errors import UserError
 from pf2lora.experiment import prepare
 from pf2lora.federation import wire
-from pf2lora.federation.coordinator import QuorumMissed
+from pf2lora.federation.coordinator import Coordinator, QuorumMissed
 from pf2lora.federation.files import StateFolderError
 from pf2lora.federation.guard import Guard, Refused
 from pf2lora.federation.plan import Plan
@@ -34,7 +34,9 @@ FEDERATED = [name for name, kind in METHODS.items() if kind.federated]
 def local_run(root: Path, plan: Plan) -> tuple[State, torch.Tensor, Any]:
     """The local engine's last state, its common x and its trial, on the same files."""
     data = {"clients": [str(root / "train")], "test": [str(root / "test")]}
-    config = from_dict(dict(plan.config) | {"model": str(root / "model"), "device": "cpu", "data": data}, "test")
+    config = from_dict(
+        dict(plan.config) | {"model": str(root / "model"), "device": "cpu", "data": data}, "test"
+    )
     trial = trials.set_up(prepare(config), plan.method, config.seed)
     schedule = Schedule(config.rounds, config.steps, config.participation, config.weighting, seed=config.seed)
     *_, last = train(trial.method, trial.F, trial.state, trial.source, schedule)
@@ -42,8 +44,12 @@ def local_run(root: Path, plan: Plan) -> tuple[State, torch.Tensor, Any]:
 
 
 @pytest.mark.parametrize("method", FEDERATED)
-@pytest.mark.parametrize("variant", [{}, {"participation": 0.5, "weighting": "size"}], ids=["all", "half-by-size"])
-def test_every_method_gives_the_local_engines_numbers(tmp_path: Path, method: str, variant: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "variant", [{}, {"participation": 0.5, "weighting": "size"}], ids=["all", "half-by-size"]
+)
+def test_every_method_gives_the_local_engines_numbers(
+    tmp_path: Path, method: str, variant: dict[str, Any]
+) -> None:
     plan = make_plan(method, config={"rounds": 4} | variant)
     small = make_small(tmp_path, plan)
     small.run()
@@ -75,7 +81,9 @@ def test_the_scores_are_the_local_engines(tmp_path: Path) -> None:
 
 
 def test_hetlora_sites_send_and_get_only_their_ranks(tmp_path: Path) -> None:
-    plan = make_plan("hetlora", config={"methods": {"hetlora": {"r_min": 1, "r_max": 6, "gamma": 0.5, "penalty": 0.1}}})
+    plan = make_plan(
+        "hetlora", config={"methods": {"hetlora": {"r_min": 1, "r_max": 6, "gamma": 0.5, "penalty": 0.1}}}
+    )
     small = make_small(tmp_path, plan)
     small.run()
     seen = set()
@@ -133,7 +141,18 @@ def test_the_guard_lets_an_update_pass(small: Small) -> None:
 
 @pytest.mark.parametrize(
     "leak",
-    ["y", "optimizer", "text", "metadata", "per-example", "float", "extra-rank", "header", "kind", "trailing"],
+    [
+        "y",
+        "optimizer",
+        "text",
+        "metadata",
+        "per-example",
+        "float",
+        "extra-rank",
+        "header",
+        "kind",
+        "trailing",
+    ],
 )
 def test_the_guard_refuses_what_is_not_declared(small: Small, leak: str) -> None:
     (fields, tensors), work = update(small), small.works["site-1"]
@@ -230,7 +249,9 @@ def test_an_insane_update_is_refused_and_the_round_goes_on(tmp_path: Path, how: 
 
 
 def test_too_few_sane_updates_stop_the_run_with_one_line(tmp_path: Path) -> None:
-    small = make_small(tmp_path, make_plan("homlora"), tamper=lambda s, d: changed(d, "nan") if s != "site-1" else d)
+    small = make_small(
+        tmp_path, make_plan("homlora"), tamper=lambda s, d: changed(d, "nan") if s != "site-1" else d
+    )
     small.greet()
     with pytest.raises(QuorumMissed, match=r"round 1: 1 of 4 .* quorum is 2 .*site-2.*not finite") as caught:
         small.round()
@@ -249,7 +270,9 @@ def test_a_server_that_lost_a_round_takes_the_sites_back_with_it(tmp_path: Path)
     broken = make_small(tmp_path / "broken", plan)
     broken.greet()
     broken.round()
-    broken.ask(broken.coordinator.requests(list(SITES), set()))  # round 2 is trained and saved; its answers are lost
+    broken.ask(
+        broken.coordinator.requests(list(SITES), set())
+    )  # round 2 is trained and saved; its answers are lost
     assert broken.workers["site-1"].folder.rounds() == [1, 2]
     for worker in broken.workers.values():
         assert worker.folder.lock is not None
@@ -259,6 +282,16 @@ def test_a_server_that_lost_a_round_takes_the_sites_back_with_it(tmp_path: Path)
     broken.workers = {site: broken.start_site(site) for site in SITES}
     broken.run()
     assert torch.equal(broken.coordinator.common, straight.coordinator.common)  # type: ignore[arg-type]
+
+
+def test_a_run_is_resumed_with_its_own_plan_only(tmp_path: Path) -> None:
+    plan = make_plan("homlora")
+    make_small(tmp_path, plan).run()
+    longer = replace(plan, config=dict(plan.config) | {"rounds": 5}, deadline=9)
+    assert Coordinator(longer, tmp_path / "server").done == 3
+    for other in (replace(plan, config=dict(plan.config) | {"lr": 1.0}), replace(plan, sites=SITES[:3])):
+        with pytest.raises(UserError, match=r"the run .trial. exists with another (config|sites)"):
+            Coordinator(other, tmp_path / "server")
 
 
 def test_a_site_that_was_away_returns_with_its_own_state(tmp_path: Path) -> None:
@@ -364,7 +397,13 @@ def test_a_label_that_nobody_named_is_the_sites_own_error(tmp_path: Path) -> Non
     ],
 )
 def test_a_plan_that_cannot_be_is_one_line(changes: dict[str, Any], line: str) -> None:
-    values = {"name": "trial", "config": {}, "method": "pf2lora", "sites": ("a", "b"), "labels": LABELS} | changes
+    values = {
+        "name": "trial",
+        "config": {},
+        "method": "pf2lora",
+        "sites": ("a", "b"),
+        "labels": LABELS,
+    } | changes
     with pytest.raises(UserError, match=line):
         Plan(**values)
 

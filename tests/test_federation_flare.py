@@ -165,6 +165,23 @@ def test_a_killed_server_resumes_and_the_result_is_the_same(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_killed_server_job_goes_on_by_itself(tmp_path: Path) -> None:
+    plan = make_plan("pf2lora", SITES[:2], config={"rounds": 10, "steps": 20}, deadline=60)
+    with flare(tmp_path, plan) as run:
+        run.start("server")
+        run.start(*plan.sites)
+        first = run.submit()
+        with pytest.raises(UserError, match="site-1 is running already"):
+            processes.start(processes.open_kit(run.kits["site-1"]))
+        run.wait(lambda: run.round() >= 3, 120, "round 3")
+        run.kill_job("server")
+        run.wait(lambda: run.state() == "finished", 240, "the end")
+        assert json.loads((run.run / "status.json").read_text())["job"] != first
+        _, common, _ = local_run(tmp_path, plan)
+        assert (last_common(run) - common).abs().max() <= 1e-5
+
+
+@pytest.mark.slow
 def test_a_site_that_cannot_save_stops_with_one_line_and_the_others_go_on(tmp_path: Path) -> None:
     plan = make_plan("homlora", SITES[:3], config={"rounds": 12, "steps": 10}, deadline=60)
     small = tmp_path / "small-disk"
@@ -371,10 +388,12 @@ def bare_connection(port: int, authority: Path) -> bytes:
     """What a server says to one who knows its authority, but shows no certificate."""
     context = ssl.create_default_context(cafile=str(authority))
     context.check_hostname = False
-    with socket.create_connection(("localhost", port), timeout=10) as plain:
-        with context.wrap_socket(plain) as secure:
-            secure.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
-            return secure.recv(1000)
+    with (
+        socket.create_connection(("localhost", port), timeout=10) as plain,
+        context.wrap_socket(plain) as secure,
+    ):
+        secure.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
+        return secure.recv(1000)
 
 
 @pytest.mark.slow

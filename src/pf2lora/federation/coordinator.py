@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from pf2lora.method import Method
 from pf2lora.methods import METHODS
 from pf2lora.randomness import participants
 
+MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds")  # between a run's beginning and its resumption
+
 
 class Coordinator:
     """Rounds of a plan, from the last finished one on. `folder` is the run's folder on the server."""
@@ -38,6 +41,7 @@ class Coordinator:
         self.method: Method | None = None
         self.records: list[dict[str, Any]] = []
         folder.mkdir(parents=True, exist_ok=True)
+        self.check_same_plan()
         self.resume()
 
     # --- who is there ---------------------------------------------------------------------------------------
@@ -199,6 +203,22 @@ class Coordinator:
         write_whole(path, save(tensors, metadata={"server": json.dumps(knowledge)}))
         for old in sorted(self.folder.glob("round-*.safetensors"))[:-2]:
             old.unlink(missing_ok=True)
+
+    def check_same_plan(self) -> None:
+        """A name is one run: what makes its numbers may not change when it is resumed. It may go on for longer."""
+        file, plan = self.folder / "plan.json", asdict(self.plan)
+        before = json.loads(file.read_text()) if file.exists() else json.loads(self.plan.to_json())
+        for key, value in json.loads(json.dumps(plan)).items():
+            old = before[key]
+            if key == "config":
+                value, old = (
+                    {k: v for k, v in table.items() if k not in MAY_CHANGE} for table in (value, old)
+                )
+            if key not in MAY_CHANGE and value != old:
+                raise UserError(
+                    f"the run {self.plan.name!r} exists with another {key}: choose another --name"
+                )
+        write_json(file, plan)
 
     def resume(self) -> None:
         """Go on after the last finished round, if there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -126,15 +127,28 @@ def start(
 
         read_site_file(kit.folder / "local" / SITE_FILE)
     (kit.folder / "transfer").mkdir(exist_ok=True)
-    return subprocess.Popen(
-        command(kit),
-        cwd=kit.folder,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT if log else None,
-        env=os.environ | ENGINE | dict(environment or {}),
-        start_new_session=True,
-    )
+    with locked(kit) as lock:
+        return subprocess.Popen(
+            command(kit),
+            cwd=kit.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT if log else None,
+            env=os.environ | ENGINE | dict(environment or {}),
+            start_new_session=True,
+            pass_fds=(lock.fileno(),),  # the lock lives as long as the participant
+        )
+
+
+@contextmanager
+def locked(kit: Kit) -> Iterator[IO[str]]:
+    """A kit is one participant: started twice, the two would push each other out of the federation for ever."""
+    with (kit.folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{kit.name} is running already from {kit.folder}; stop it first") from None
+        yield lock
 
 
 def stop(*processes: subprocess.Popen[bytes]) -> None:

@@ -154,7 +154,7 @@ def harden_site(kit: Path) -> None:
         kit / "local" / "privacy.json",
         {"scopes": [{"name": SCOPE, "task_result_filters": [guard]}], "default_scope": SCOPE},
     )
-    harden_everyone(kit)
+    harden_everyone(kit, view="none")
 
 
 def harden_server(kit: Path) -> None:
@@ -199,11 +199,14 @@ def harden_server(kit: Path) -> None:
             ],
         },
     )
-    harden_everyone(kit)
+    harden_everyone(kit, view="any")
 
 
-def harden_everyone(kit: Path) -> None:
-    """Who may do what: a lead runs jobs without code; a member looks; nobody gets a shell on anybody's machine."""
+def harden_everyone(kit: Path, view: str) -> None:
+    """Who may do what: a lead runs jobs without code; a member looks; nobody gets a shell on anybody's machine.
+
+    `view` is what people may see of this machine: the server's state, and of a site nothing, errors included.
+    """
     nothing = dict.fromkeys(("submit_job", "clone_job", "manage_job", "download_job", "operate"), "none")
     never = dict.fromkeys(("shell_commands", "byoc", "server-predeployed-flwr"), "none")
     lead = {
@@ -217,10 +220,10 @@ def harden_everyone(kit: Path) -> None:
         {
             "format_version": "1.0",
             "permissions": {
-                "project_admin": nothing | never | {"view": "any"},
-                "org_admin": nothing | never | {"view": "any"},
-                "lead": lead | never | {"view": "any", "operate": "none"},
-                "member": nothing | never | {"view": "any"},
+                "project_admin": nothing | never | {"view": view},
+                "org_admin": nothing | never | {"view": view},
+                "lead": lead | never | {"view": view, "operate": "none"},
+                "member": nothing | never | {"view": view},
             },
         },
     )

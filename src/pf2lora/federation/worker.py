@@ -11,6 +11,7 @@ import torch
 
 from pf2lora.data.batches import BatchSource
 from pf2lora.engines.local import NonFiniteLoss, check_finite, local_steps
+from pf2lora.engines.stepper import make_stepper
 from pf2lora.federation import wire
 from pf2lora.federation.state import Saved, StateFolder
 from pf2lora.layout import Layout
@@ -45,6 +46,7 @@ class Worker:
 
     def __init__(self, work: SiteWork, folder: StateFolder, steps: int, dtype: torch.dtype) -> None:
         self.work, self.folder, self.steps, self.dtype = work, folder, steps, dtype
+        self.stepper = make_stepper(work.method, work.F, work.initial.x.device)
         self.latest: Saved | None = None  # the newest state on disk, to spare a read
 
     def answer(self, data: bytes) -> bytes:
@@ -78,7 +80,9 @@ class Worker:
         answer: dict[str, Any] = {"kind": "update", "round": number}
         if fields.get("measure_served"):
             answer["served"] = work.measure(state, number - 1)
-        state, report = local_steps(work.method, work.F, state, work.source, [0], [done], self.steps)
+        state, report = local_steps(
+            work.method, work.F, state, work.source, [0], [done], self.steps, stepper=self.stepper
+        )
         check_finite(report.loss.cpu(), [work.site], number)
         answer |= {"steps": self.steps, "loss": float(report.loss.sum())}
         if report.second_order is not None:
