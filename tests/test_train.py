@@ -260,7 +260,7 @@ def test_inputs_longer_than_the_model_takes(world: World, tmp_path: Path) -> Non
     rows = [{"text": "the " * 60, "label": label} for label in ("pos", "neg") * 4]
     file = write_jsonl(tmp_path / "long.jsonl", rows)
     settings = world.settings(clients=[str(file)]) | {"max_length": 50}
-    with pytest.raises(UserError, match="an input has 50 tokens, .* takes 32: give --max-length 32"):
+    with pytest.raises(UserError, match=r"an input has 50 tokens, .* takes 32: give --max-length 32"):
         pf2lora.federate(**settings)
     pf2lora.federate(**settings | {"max_length": 32, "rounds": 1})
 

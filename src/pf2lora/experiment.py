@@ -101,6 +101,7 @@ def prepare(config: Config) -> Workload:
     if not config.model:
         raise UserError("no base model is named: --model takes a hub name or a folder")
     device = choose_device(config.device)
+    trials.schedule_of(config, config.seed)  # says what is wrong before a model is loaded
     kind = TASKS[config.task]
     clients, labels = kind.load(config)
     task = kind.build(config, labels)
@@ -171,10 +172,11 @@ def describe(workload: Workload) -> dict[str, Any]:
     """The parts of a result that no method changes."""
     config, task = workload.config, workload.task
     metric = next(iter(task.metrics))
+    names = [METHODS[name].label for name in config.method]
+    what = " and ".join(names) if len(names) < 3 else f"{len(names)} methods"
     return {
         "format": 1,
-        "title": config.title
-        or f"{', '.join(METHODS[m].label for m in config.method)} on {len(workload.clients)} clients",
+        "title": config.title or f"{what} on {len(workload.clients)} clients",
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "task": task.name,
         "metric": metric,

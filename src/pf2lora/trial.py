@@ -180,19 +180,18 @@ def evaluation_rounds(config: Config) -> set[int]:
     return {*range(every, config.rounds + 1, every), config.rounds}
 
 
+def schedule_of(config: Config, seed: int) -> Schedule:
+    return Schedule(
+        config.rounds, config.steps, config.participation, config.weighting, config.clients_per_pass, seed
+    )
+
+
 def run(
     trial: Trial, on_round: Callable[[dict[str, Any]], None], on_step: Callable[[int], None] = lambda n: None
 ) -> Outcome:
     """Train, and measure as the config says. `on_round` gets each round's record as it happens."""
     workload, config, method = trial.workload, trial.workload.config, trial.method
-    schedule = Schedule(
-        config.rounds,
-        config.steps,
-        config.participation,
-        config.weighting,
-        config.clients_per_pass,
-        trial.seed,
-    )
+    schedule = schedule_of(config, trial.seed)
     measured_rounds = evaluation_rounds(config)
     costs.start_memory_count(workload.device)
     flops = count_flops(trial, schedule)
