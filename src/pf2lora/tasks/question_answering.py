@@ -198,9 +198,10 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
 
     def logits(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Scores of every token as the first and as the last of the answer; padding is never either."""
-        names = ("input_ids", "attention_mask", "token_type_ids")
-        inputs = {name: batch.tensors[name] for name in names if name in batch.tensors}
-        out = model(x, y, key=batch.key, **inputs)
+        inputs = {
+            name: batch.tensors[name] for name in ("input_ids", "token_type_ids") if name in batch.tensors
+        }
+        out = model(x, y, key=batch.key, attention_mask=batch.mask, **inputs)
         padding = batch.tensors["attention_mask"] == 0
         start, end = (
             logits.to(x.dtype).masked_fill(padding, -torch.inf)
