@@ -384,16 +384,22 @@ def self_signed(kit: Path) -> None:
     (folder / "client.key").chmod(0o600)
 
 
-def bare_connection(port: int, authority: Path) -> bytes:
-    """What a server says to one who knows its authority, but shows no certificate."""
-    context = ssl.create_default_context(cafile=str(authority))
+def first_words(port: int, kit: Path, *, with_certificate: bool) -> bytes:
+    """What a server says to one who knows its authority and speaks its protocol; nothing, if it hangs up."""
+    context = ssl.create_default_context(cafile=str(kit / "startup" / "rootCA.pem"))
     context.check_hostname = False
+    context.set_alpn_protocols(["h2"])
+    if with_certificate:
+        context.load_cert_chain(kit / "startup" / "client.crt", kit / "startup" / "client.key")
+    hello = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
     with (
+        contextlib.suppress(ssl.SSLError, ConnectionError),
         socket.create_connection(("localhost", port), timeout=10) as plain,
         context.wrap_socket(plain) as secure,
     ):
-        secure.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
+        secure.sendall(hello)
         return secure.recv(1000)
+    return b""
 
 
 @pytest.mark.slow
@@ -403,11 +409,11 @@ def test_strangers_get_nothing(tmp_path: Path) -> None:
         run.start("server")
         run.start("site-1")
         port = processes.open_kit(run.kits["server"]).port
-        # Without a certificate TLS itself fails.
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            bare_connection(port, run.kits["site-1"] / "startup" / "rootCA.pem")
-        # With a certificate that our authority did not sign.
+        # The server speaks to a site, and to nobody without a certificate of its authority.
+        assert first_words(port, run.kits["site-1"], with_certificate=True)
+        assert first_words(port, run.kits["site-1"], with_certificate=False) == b""
         self_signed(run.kits["site-2"])
+        assert first_words(port, run.kits["site-2"], with_certificate=True) == b""
         with (tmp_path / "stranger.log").open("wb") as log:
             run.started["site-2"] = processes.start(processes.open_kit(run.kits["site-2"]), log)
             time.sleep(20)
@@ -421,7 +427,7 @@ def test_strangers_get_nothing(tmp_path: Path) -> None:
         stranger = tmp_path / "stranger"
         shutil.copytree(run.kits[LEAD], stranger)
         self_signed(stranger)
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match="certificate is not of the authority"):
             admin.submit(stranger, plan)
 
 

@@ -56,6 +56,7 @@ def session(kit: Path) -> Iterator[Any]:
     file = kit / "startup" / "fed_admin.json"
     if not file.is_file():
         raise UserError(f"{str(kit)!r} is no person's kit: submit, status and stop take the lead's")
+    from nvflare.fuel.f3.cellnet.cell_cipher import InvalidCertChain
     from nvflare.fuel.flare_api.api_spec import AuthenticationError, AuthorizationError, NoConnection
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
@@ -69,10 +70,9 @@ def session(kit: Path) -> Iterator[Any]:
         yield found
     except AuthorizationError:
         raise UserError(f"{settings['username']} may not do this: its role is not the lead's") from None
-    except AuthenticationError:
-        raise UserError(
-            f"the server at {where} does not accept {settings['username']}'s certificate"
-        ) from None
+    except (AuthenticationError, InvalidCertChain):
+        who = settings["username"]
+        raise UserError(f"{who}'s certificate is not of the authority of the federation at {where}") from None
     except NoConnection:
         raise UserError(f"no server answers at {where}: is it started, and is the address right?") from None
     finally:
