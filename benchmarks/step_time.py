@@ -30,7 +30,7 @@ from timing import ceiling, float32_products, machine, milliseconds, peak_gb, st
 from torch import Tensor
 
 from pf2lora.adapters import TwoLevelModel
-from pf2lora.data.batches import Batch
+from pf2lora.engines.stepper import make_stepper
 from pf2lora.method import Loss, Method, Report, State
 from pf2lora.methods import METHODS
 
@@ -111,10 +111,8 @@ def build_method(way: Way, model: TwoLevelModel) -> Method:
 def our_step(method: Method, F: Loss, device: torch.device) -> Step:
     """This project's step, `(state, *batches) -> (state, report)`."""
 
-    def step(state: State, *batches: Batch) -> tuple[State, Report]:
-        return method.step(F, state, *batches)
-
-    return step
+    stepper = make_stepper(method, F, device)
+    return lambda state, *batches: stepper(state, batches)
 
 
 def plain_clients(

@@ -98,6 +98,9 @@ def other_config() -> Config:
 def as_flags(settings: dict[str, Any]) -> list[str]:
     words = []
     for name, value in settings.items():
+        if isinstance(value, bool):
+            words += [f"--{'' if value else 'no-'}{name.replace('_', '-')}"]
+            continue
         words += [flags({name: 0})[0], *value] if isinstance(value, tuple) else flags({name: value})
     return words
 

@@ -12,7 +12,7 @@ from tiny import Problem, RegressionSource, regression_problem, tiny_data, tiny_
 from pf2lora.data.batches import Batch, EncodedSource
 from pf2lora.engines.local import NonFiniteLoss, Round, Schedule, train
 from pf2lora.errors import UserError
-from pf2lora.method import Method, State, put, take
+from pf2lora.method import Method, State, over_tensors, put, take
 from pf2lora.methods.homlora import HomLoRA
 from pf2lora.methods.local import Local
 from pf2lora.methods.per_fedavg import PerFedAvg
@@ -126,10 +126,12 @@ def test_take_and_put_are_inverse_and_leave_the_whole_alone() -> None:
         and torch.equal(part.y, p.y[[2, 0]])
         and part.opt.step.shape == (2, 1)
     )
-    changed = put(state, [2, 0], State(part.x + 1, part.y, part.opt._replace(step=part.opt.step + 5)))
+    changed = over_tensors(torch.clone, state)
+    put(changed, [2, 0], State(part.x + 1, part.y, part.opt._replace(step=part.opt.step + 5)))
     assert torch.equal(changed.x, p.x + torch.tensor([[1.0], [0.0], [1.0]]))
     assert changed.opt.step.flatten().tolist() == [5, 0, 5] and not state.opt.step.any()
-    assert torch.equal(put(state, [2, 0], part).y, state.y)
+    put(changed, [2, 0], part)
+    assert torch.equal(changed.x, state.x) and torch.equal(changed.y, state.y)
 
 
 # ---- a loss that is no number ----

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from pf2lora.architectures import ARCHITECTURES, HEADS, Architecture, stack_relative_positions
+from pf2lora.architectures import (
+    ARCHITECTURES,
+    HEADS,
+    Architecture,
+    needed_mask,
+    stack_relative_positions,
+)
 from pf2lora.errors import UserError
 from pf2lora.layout import Entry, Kind, Layout
 from pf2lora.models import fresh_parameters
 from pf2lora.randomness import generator, keep_mask
+from pf2lora.second_order import is_differentiated_twice
 
 
 @dataclass(frozen=True)
@@ -167,6 +175,7 @@ class TwoLevelModel:
         if model.config.model_type == "deberta-v2":
             stack_relative_positions(model)
         self.x, self.y = self._layouts()
+        self.compiled: Callable[..., Any] | None = None
 
     def _inject(self, targets: list[str]) -> dict[str, Adapted]:
         adapted: dict[str, Adapted] = {}
@@ -242,10 +251,27 @@ class TwoLevelModel:
         x = row(self.x, "common").to(dtype).expand(len(names), -1).clone()
         return x, torch.stack([row(self.y, "client", name) for name in names]).to(dtype)
 
-    def __call__(self, x: Tensor, y: Tensor, *, key: Tensor | None = None, **inputs: Any) -> Any:
-        """The model's output for M clients' examples, client-major, with their adapters."""
+    def __call__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        key: Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """The model's output for M clients' examples, client-major, with their adapters.
+
+        The mask tells the tokens from the padding on their right; None: there is no padding.
+        """
+        mask = needed_mask(self.architecture, attention_mask, self.dtype)
         with self.bound(x, y, key) as model:
-            return model(**inputs)
+            fast = self.compiled is not None and not is_differentiated_twice()
+            return (self.compiled if fast else model)(attention_mask=mask, **inputs)  # type: ignore[misc]
+
+    def compile(self) -> None:
+        """Let torch compile the model's passes: fused kernels, after some seconds for each shape of a batch."""
+        self.compiled = torch.compile(self.model, dynamic=False)
 
     @contextmanager
     def bound(self, x: Tensor, y: Tensor, key: Tensor | None = None) -> Iterator[PreTrainedModel]:
@@ -285,7 +311,8 @@ class TwoLevelModel:
                 if kind == "B" and self.spec.client_scaling != 1:
                     beside = beside * self.spec.client_scaling
                 block = torch.cat([block, beside], dim=-1 if kind == "B" else -2)
-            (ups if kind == "B" else downs).extend(block.to(self.dtype).unbind(1))
+            block = aligned(block.to(self.dtype), -1 if kind == "B" else -2)
+            (ups if kind == "B" else downs).extend(block.unbind(1))
         return dict(zip(self.layer_names, zip(downs, ups))), heads
 
     def unbind(self) -> None:
@@ -311,6 +338,14 @@ class TwoLevelModel:
     def layer_names(self) -> list[str]:
         """The adapted parts, in the order of the layouts: equal shapes together, within them as in the model."""
         return [e.module for e in self.x.entries if e.kind == "A"]
+
+
+def aligned(block: Tensor, dim: int) -> Tensor:
+    """The rank filled up with zeros to a multiple of 8 on a CUDA device in 16 bits, whose fast products need that."""
+    missing = -block.shape[dim] % 8
+    if not missing or block.device.type != "cuda" or block.element_size() != 2:
+        return block
+    return pad(block, (0, missing) if dim == -1 else (0, 0, 0, missing))
 
 
 def factor_entries(shapes: Mapping[str, tuple[int, int]], down: Kind, up: Kind, rank: int) -> list[Entry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,17 @@ from torch import Tensor, nn
 @dataclass(frozen=True)
 class Architecture:
     """`targets` are the last parts of module names. `fused` names the parts of a projection that holds several
-    side by side, in their order, and which of them are adapted."""
+    side by side, in their order, and which of them are adapted. `attention` says who may look at whom."""
 
     targets: tuple[str, ...]
     fused: tuple[str, ...] = ()
     adapted_parts: tuple[str, ...] = ()
     extra_head: tuple[str, ...] = ()  # newly initialised beside the classifier, so trained with it
+    attention: Literal["own", "bidirectional", "causal"] = "own"
 
 
-BERT_LIKE = Architecture(("query", "value"))
-LLAMA_LIKE = Architecture(("q_proj", "v_proj"))
+BERT_LIKE = Architecture(("query", "value"), attention="bidirectional")
+LLAMA_LIKE = Architecture(("q_proj", "v_proj"), attention="causal")
 
 ARCHITECTURES: dict[str, Architecture] = {
     "bert": BERT_LIKE,
@@ -32,7 +33,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mpnet": Architecture(("attn.q", "attn.v")),
     "distilbert": Architecture(("q_lin", "v_lin"), extra_head=("pre_classifier",)),
     "deberta-v2": Architecture(("query_proj", "value_proj"), extra_head=("pooler",)),
-    "gpt2": Architecture(("attn.c_attn",), fused=("q", "k", "v"), adapted_parts=("q", "v")),
+    "gpt2": Architecture(
+        ("attn.c_attn",), fused=("q", "k", "v"), adapted_parts=("q", "v"), attention="causal"
+    ),
     "llama": LLAMA_LIKE,
     "mistral": LLAMA_LIKE,
     "qwen2": LLAMA_LIKE,
@@ -45,6 +48,22 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 HEADS = ("classifier", "score", "qa_outputs")
 """The names transformers gives to task heads; PEFT saves the same ones."""
+
+
+def needed_mask(architecture: Architecture, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What attention needs of a mask (examples, tokens) over rows that are padded on the right.
+
+    Made here because transformers looks into a mask to leave it out where it can, and that waits for the device. A
+    causal model needs none: no token sees what comes after it, and what padding itself computes is not used.
+    """
+    if mask is None or architecture.attention == "causal":
+        return None
+    if architecture.attention == "own":
+        return mask
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(
+        mask == 0, torch.finfo(dtype).min
+    )
+    return bias[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
 
 
 def stack_relative_positions(model: nn.Module) -> None:

@@ -60,6 +60,11 @@ class Config:
     participation: float = setting(1.0, "fraction of clients per round")
     weighting: str = setting("uniform", "average clients uniform or by size of their data")
     clients_per_pass: int | None = setting(None, "clients trained in one pass, bounds memory (default: all)")
+    group_by_length: bool = setting(True, "rows of like length share a batch, which pads less")
+    compile: bool = setting(
+        False, "compile the model: faster steps after about a minute, for long runs on CUDA"
+    )
+    graphs: bool = setting(True, "on CUDA, record a local step once and replay it")
     evaluate_every: int | None = setting(None, "rounds between evaluations (default: about ten in a run)")
     seed: int = setting(0, "seed of everything random")
     seeds: int = setting(1, "number of seeds, from --seed on")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pf2lora.hypergradient import differentiable_twice
 from pf2lora.layout import Layout
 from pf2lora.method import Loss, Method, State
+from pf2lora.second_order import differentiable_twice
 
 BYTES_PER_NUMBER = 4  # x is sent as float32
 

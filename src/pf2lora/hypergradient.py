@@ -8,15 +8,14 @@ term `α ∇_xy F(x, y; ζ) · v`, so that what the first pass computed is used 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pf2lora.errors import unknown
 from pf2lora.method import Loss, gradients, variable
+from pf2lora.second_order import differentiable_twice
 
 
 class Lower(NamedTuple):
@@ -25,11 +24,6 @@ class Lower(NamedTuple):
     loss: Tensor  # (M,)
     gradient: Tensor  # (M, Q) ∇_y F(x, y; π)
     second_order: Callable[[Tensor], Tensor] | None  # v ↦ α ∇_xy F(x, y; ζ) · v
-
-
-def differentiable_twice() -> AbstractContextManager[None]:
-    """The math attention kernel: flash and memory-efficient attention have no double backward."""
-    return sdpa_kernel(SDPBackend.MATH)
 
 
 def exact(F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any) -> Lower:

@@ -128,7 +128,10 @@ def take(state: State, clients: Sequence[int] | Tensor) -> State:
     return over_tensors(lambda t: t.index_select(0, index), state)
 
 
-def put(state: State, clients: Sequence[int] | Tensor, part: State) -> State:
-    """The states with some clients' replaced."""
-    index = torch.as_tensor(clients, device=state.x.device)
-    return over_tensors(lambda whole, new: whole.index_copy(0, index, new.to(whole.device)), state, part)
+def put(whole: Tree, clients: Sequence[int] | Tensor, part: Tree) -> None:
+    """Write some clients' tensors over their old ones in `whole`."""
+
+    def write(old: Tensor, new: Tensor) -> Tensor:
+        return old.index_copy_(0, torch.as_tensor(clients, device=old.device), new.to(old.device))
+
+    over_tensors(write, whole, part)

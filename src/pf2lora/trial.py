@@ -28,6 +28,7 @@ from pf2lora.ranks import client_share, learned_ranks
 from pf2lora.tasks.base import Task
 
 DERIVED = {"layout", "ranks"}  # fields of a method that follow from the model and the clients
+WINDOW = 16  # batches among which rows are shared out by length
 HARDLY = 1e-5  # a relative change of y over a round below this counts as not moving
 
 
@@ -121,6 +122,8 @@ def set_up(workload: Workload, name: str, seed: int) -> Trial:
     """A method on the workload, from its first state."""
     config = workload.config
     model = TwoLevelModel(workload.base, adapter_spec(config, name))
+    if config.compile:
+        model.compile()
     pooled = METHODS[name].pooled
     names = ["pooled"] if pooled else workload.names
     source = EncodedSource(
@@ -129,6 +132,7 @@ def set_up(workload: Workload, name: str, seed: int) -> Trial:
         config.batch_size,
         seed,
         config.dropout > 0,
+        WINDOW if config.group_by_length else 1,
     )
     method = build_method(config, name, model, len(names))
     x, y = model.initial(seed, names)
@@ -197,9 +201,17 @@ def run(
     flops = count_flops(trial, schedule)
     started, rounds, previous_y = time.perf_counter(), [], trial.state.y
     still = torch.zeros(len(workload.clients), dtype=torch.bool)
-    for done in train(
-        method, trial.F, trial.state, trial.source, schedule, device=workload.device, on_step=on_step
-    ):
+    going = train(
+        method,
+        trial.F,
+        trial.state,
+        trial.source,
+        schedule,
+        device=workload.device,
+        on_step=on_step,
+        graphs=config.graphs,
+    )
+    for done in going:
         record = round_record(trial, done, measured_rounds)
         if method.two_level:
             moved = (done.served.y - previous_y).norm(dim=1) / previous_y.norm(dim=1).clamp_min(1e-30)

@@ -48,8 +48,9 @@ def config_options() -> list[inspect.Parameter]:
         shown = ", ".join(default) if isinstance(default, tuple) else default
         hint = f" [dim](default: {shown})[/dim]" if shown not in ("", None) else ""
         panel = "Everyday" if name in EVERYDAY else "Method and training"
+        spelling = f"{flag(name)}/--no-{flag(name)[2:]}" if types[name] is bool else flag(name)
         option = typer.Option(
-            flag(name), help=fields[name].metadata["help"] + hint, rich_help_panel=panel, show_default=False
+            spelling, help=fields[name].metadata["help"] + hint, rich_help_panel=panel, show_default=False
         )
         found.append(parameter(name, Annotated[kind, option]))
     return found

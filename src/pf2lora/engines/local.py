@@ -138,7 +138,9 @@ def train(
     for number in range(1, schedule.rounds + 1):
         started = time.perf_counter()
         chosen = participants(schedule.seed, number, clients, schedule.participation)
-        reports, sent, before = [], [], state
+        # Copies, as the last round's belong to whoever got them; of what was before the average, only x changes.
+        state, before_x = over_tensors(torch.clone, state), state.x.clone()
+        reports, sent = [], []
         for i in range(0, len(chosen), per_pass):
             together = chosen[i : i + per_pass]
             part = over_tensors(lambda t: t.to(device), take(state, together))
@@ -153,9 +155,9 @@ def train(
                 on_step,
                 stepper,
             )
-            before = put(before, together, part)
+            put(before_x, together, part.x)
             part, leaves = method.send(part)
-            state = put(state, together, part)
+            put(state, together, part)
             reports.append(report)
             sent.append(leaves.to(home))
         shares = [r.second_order for r in reports if r.second_order is not None]
@@ -164,6 +166,7 @@ def train(
         check_finite(losses, [source.names[k] for k in chosen], number)
         weights = merge_weights([source.sizes[k] for k in chosen], schedule.weighting)
         common = method.merge(torch.cat(sent), weights.to(home))
+        before = state._replace(x=before_x)
         state = method.receive(state, common)
         for k in chosen:
             steps_done[k] += schedule.steps

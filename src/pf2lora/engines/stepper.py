@@ -6,9 +6,11 @@ A recorded step has no Python and no launch overhead in it; its numbers are thos
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 
@@ -96,12 +98,12 @@ class GraphStepper:
         held = [own_copy(batch) for batch in batches]
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        with torch.cuda.stream(aside), no_mask_while_recording():  # a compiled model is compiled here
             for _ in range(WARM_UP):
                 self.method.step(self.F, place, *held)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool()):
+        with no_mask_while_recording(), torch.cuda.graph(graph, pool=self.pool()):
             after, report = self.method.step(self.F, place, *held)
             over_tensors(lambda old, new: old.copy_(new), place, after)
         return Recording(graph, held, place, report)
@@ -111,9 +113,20 @@ class GraphStepper:
         return next(iter(self.recordings.values())).graph.pool() if self.recordings else None
 
 
+@contextmanager
+def no_mask_while_recording() -> Iterator[None]:
+    """Some versions of transformers build a mask while a stream is recorded even where they were given none.
+
+    Ours are ready-made (`architectures.needed_mask`); a mask that is there must still not be looked into.
+    """
+    with patch("transformers.masking_utils.is_tracing", lambda tensor=None: tensor is not None):
+        yield
+
+
 def over_report(report: Report) -> Report:
     """A copy that the next replay does not write over."""
-    return Report(*(None if value is None else value.clone() for value in report))
+    share = report.second_order
+    return Report(report.loss.clone(), None if share is None else share.clone())
 
 
 def own_copy(batch: Batch) -> Batch:
