@@ -112,12 +112,7 @@ def test_the_guide_on_separate_machines(tmp_path: Path, machines: None) -> None:
         folder = runs.run_folder(kits / "server", "run")
         wait(lambda: (s := runs.read_status(folder)) and s.state == "finished", 200, "the end")
         assert "run" in ask("lead", "status", *lead)
-        plan = Plan(
-            "run",
-            {"rounds": 4, "steps": 2, "batch_size": 4, "rank": 4, "lr": 0.01, "client_lr": 0.05},
-            "pf2lora",
-            sites,
-        )
+        plan = Plan.from_json((folder / "plan.json").read_text())
         found = Coordinator(plan, folder)
         assert [r["answered"] for r in found.records] == [list(sites)] * 4
         _, common, _ = local_run(tmp_path, plan)

@@ -182,8 +182,8 @@ def status(kit: LeadKit) -> None:
         at = f"{now['round']} of {now['rounds']}" if now else ""
         limits = (f"{now['deadline']:g} s", f"{now['quorum']:g}") if now else ("", "")
         state = now.get("state") or job["status"].lower()
-        table.add_row(job["job_name"], job["job_id"][:8], state, at, there, *limits)
-        lines += [f"{job['job_name']} ({job['job_id'][:8]}): {now['line']}"] if now.get("line") else []
+        table.add_row(job["name"], job["job_id"][:8], state, at, there, *limits)
+        lines += [f"{job['name']} ({job['job_id'][:8]}): {now['line']}"] if now.get("line") else []
     console = Console()
     console.print(table)
     for line in lines:

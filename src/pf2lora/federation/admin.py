@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -88,22 +88,18 @@ def submit(kit: Path, plan: Plan) -> str:
 
 
 def runs(kit: Path) -> list[dict[str, Any]]:
-    """Every job of this federation, newest first; `pf2lora` says where it stands, or how it ended."""
+    """Every job of this federation, newest first; `pf2lora` says where it stands or how it ended."""
     from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
 
     with session(kit) as flare:
         found = flare.list_jobs(detailed=True)
         for job in found:
-            try:
-                if job.get("status") == "RUNNING":
+            if job["status"] == "RUNNING":
+                with suppress(JobNotFound, JobNotRunning):  # it may end while we look
                     job["pf2lora"] = (
                         flare.show_stats(job["job_id"], "server").get("server", {}).get("pf2lora")
                     )
-                else:
-                    job["pf2lora"] = flare.get_job_meta(job["job_id"]).get("pf2lora")
-            except (JobNotFound, JobNotRunning):  # it ended while we looked
-                continue
-        return sorted(found, key=lambda job: job.get("submit_time", 0), reverse=True)
+        return sorted(found, key=lambda job: job["submit_time"], reverse=True)
 
 
 def stop_run(kit: Path, name: str) -> list[str]:
@@ -111,9 +107,7 @@ def stop_run(kit: Path, name: str) -> list[str]:
     active = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")
     with session(kit) as flare:
         ids = [
-            j["job_id"]
-            for j in flare.list_jobs(detailed=True)
-            if j["job_name"] == name and j["status"] in active
+            j["job_id"] for j in flare.list_jobs(detailed=True) if j["name"] == name and j["status"] in active
         ]
         for job in ids:
             flare.abort_job(job)
