@@ -85,10 +85,9 @@ def rehearsal_config(settings: dict[str, Any], file: Path | None, sites: int | N
     from pf2lora.config import from_dict, merged, to_dict
 
     demo = demo_config()
-    data = dataclasses.replace(demo.data, num_clients=sites or 4)
-    small = dataclasses.replace(
-        demo, method=("pf2lora",), data=data, title="A rehearsal: Rotten Tomatoes sentences"
-    )
+    data = dataclasses.replace(demo.data, num_clients=sites or 4, limit=400)
+    title = "A rehearsal: Rotten Tomatoes sentences"
+    small = dataclasses.replace(demo, method=("pf2lora",), rounds=6, evaluate_every=6, data=data, title=title)
     return from_dict(merged(to_dict(small), settings), "command line")
 
 
