@@ -240,6 +240,22 @@ def test_nothing_to_predict(run: Path, tmp_path: Path, monkeypatch: pytest.Monke
         assert (code, err.count("\n")) == (2, 1) and message in err
 
 
+def test_a_run_on_pairs_takes_pairs(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    rows = [{"premise": r["text"], "hypothesis": "the plot", "label": r["label"]} for r in sentences(20, 3)]
+    data = write_csv(tmp_path / "one.csv", rows)
+    run = tmp_path / "run"
+    pf2lora.federate(**world.settings(out=run, rounds=1) | {"clients": [str(data)]})
+    code, out, _ = command_line(
+        monkeypatch, capsys, "predict", run, "--json", "a film\ta plot", "a film\tthe end"
+    )
+    one, two = (row["probability"] for row in json.loads(out))
+    assert code == 0 and one != two  # the second text counts
+    code, _, err = command_line(monkeypatch, capsys, "predict", run, "a film")
+    assert code == 2 and "give both with a tab between them, not 'a film'" in err
+
+
 def test_a_frozen_new_head_is_the_same_when_the_run_is_opened_again(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

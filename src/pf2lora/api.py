@@ -95,4 +95,6 @@ def save_adapters(out: Path, workload: Workload, method: str, seed: int, outcome
                 where, outcome.model, name, outcome.x[k], outcome.y[k], task.name, config.model
             )
     labels = list(getattr(task, "labels", []))
-    run_folder.save_description(where, run_folder.Saved(method, seed, task.name, labels, workload.names))
+    pairs = any(getattr(row, "pair", None) is not None for client in workload.clients for row in client.train)
+    saved = run_folder.Saved(method, seed, task.name, labels, workload.names, pairs)
+    run_folder.save_description(where, saved)

@@ -108,6 +108,7 @@ class Saved:
     task: str
     labels: list[str]
     clients: list[str]
+    pairs: bool = False  # rows are pairs of texts
 
 
 def place(folder: Path, config: Config, method: str) -> Path:

@@ -118,6 +118,12 @@ def build_method(config: Config, name: str, model: TwoLevelModel, clients: int) 
     return kind(model.x, **settings)
 
 
+def source_of(config: Config, rows: Encoded, names: list[str], seed: int) -> EncodedSource:
+    """Training batches as the config describes them."""
+    window = WINDOW if config.group_by_length else 1
+    return EncodedSource(rows, names, config.batch_size, seed, config.dropout > 0, window)
+
+
 def set_up(workload: Workload, name: str, seed: int) -> Trial:
     """A method on the workload, from its first state."""
     config = workload.config
@@ -126,14 +132,7 @@ def set_up(workload: Workload, name: str, seed: int) -> Trial:
         model.compile()
     pooled = METHODS[name].pooled
     names = ["pooled"] if pooled else workload.names
-    source = EncodedSource(
-        workload.train.pooled() if pooled else workload.train,
-        names,
-        config.batch_size,
-        seed,
-        config.dropout > 0,
-        WINDOW if config.group_by_length else 1,
-    )
+    source = source_of(config, workload.train.pooled() if pooled else workload.train, names, seed)
     method = build_method(config, name, model, len(names))
     x, y = model.initial(seed, names)
     state = method.init(x.to(workload.device), y.to(workload.device))

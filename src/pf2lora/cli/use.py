@@ -19,7 +19,9 @@ Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard outpu
 
 def predict(
     run: Run,
-    texts: Annotated[list[str] | None, typer.Argument(help="The texts to classify.")] = None,
+    texts: Annotated[
+        list[str] | None, typer.Argument(help="The texts to classify (pairs: a tab between).")
+    ] = None,
     client: ClientName = None,
     file: Annotated[Path | None, typer.Option("--file", help="A file with one text a line.")] = None,
     method: Method = None,
@@ -27,7 +29,6 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Classify texts with a client's model."""
-    from pf2lora.data.client import TextRow
     from pf2lora.data.files import read_text
 
     lines = [*(texts or []), *(read_text(file).splitlines() if file else [])]
@@ -39,7 +40,7 @@ def predict(
     if loaded.config.task != "classification":
         raise UserError(f"{run} is a run of {loaded.config.task}; 'pf2lora generate' is for generation")
     labels = loaded.saved.labels
-    answers = answer(loaded, client, [TextRow(line, labels[0]) for line in lines])
+    answers = answer(loaded, client, [text_row(line, labels[0], loaded.saved.pairs) for line in lines])
     found = []
     for line, logits in zip(lines, answers):
         shares = softmax(list(logits))
@@ -50,6 +51,16 @@ def predict(
         return
     for row in found:
         typer.echo(f"{row['label']}\t{row['probability']:.3f}\t{row['text']}")
+
+
+def text_row(line: str, label: str, pairs: bool) -> Any:
+    """A text to classify; where the run's rows are pairs, two of them with a tab between."""
+    from pf2lora.data.client import TextRow
+
+    first, *second = line.split("\t") if pairs else [line]
+    if pairs and len(second) != 1:
+        raise UserError(f"the run's rows are pairs of texts: give both with a tab between them, not {line!r}")
+    return TextRow(first, label, *second)
 
 
 def evaluate(
@@ -69,8 +80,8 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(scores | {"rows": len(rows)}))
         return
-    typer.echo(f"{len(rows)} rows of {file} with {'the common model' if client is None else client}")
-    show_scores(loaded, {"": scores})
+    typer.echo(f"{len(rows)} rows of {file}, method {loaded.saved.method}")
+    show_scores(loaded, {client or "the common model": scores})
 
 
 def onboard(
@@ -143,12 +154,16 @@ def softmax(logits: list[float]) -> list[float]:
 
 
 def show_scores(loaded: Any, rows: dict[str, dict[str, float | None]]) -> None:
+    from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     from pf2lora.cli.show import console, score
 
     metrics = loaded.task.metrics
-    table = Table("", *(m.label for m in metrics.values()))
+    table = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
+    for metric in metrics.values():
+        table.add_column(f"{metric.label} in %" if metric.percent else metric.label, justify="right")
     for name, scores in rows.items():
-        table.add_row(name, *(score(scores.get(key), m.percent) for key, m in metrics.items()))
+        table.add_row(escape(name), *(score(scores.get(key), m.percent) for key, m in metrics.items()))
     console.print(table)
