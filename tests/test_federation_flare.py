@@ -237,6 +237,24 @@ def unfinished(root: Path) -> tuple[Plan, Path]:
     return plan, folder / "kits" / "server" / "runs" / plan.name
 
 
+@pytest.mark.slow
+def test_another_base_model_stops_the_run_and_the_lead_is_told_which_site(tmp_path: Path) -> None:
+    plan = make_plan("pf2lora", SITES[:2], deadline=60)
+    with flare(tmp_path, plan) as run:
+        other = write_model(tmp_path / "other", seed=1)
+        write_site_file(run.kits["site-2"] / "local" / "site.toml", tmp_path, "site-2", model=other)
+        run.start("server")
+        run.start(*plan.sites)
+        run.submit()
+        run.wait(lambda: run.state() == "failed", 120, "the refusal")
+        line = "has another base model than"
+        assert run.says(line) and run.round() == 0
+        run.wait(
+            lambda: (admin.runs(run.kits[LEAD])[0].get("pf2lora") or {}).get("line"), 60, "the lead's view"
+        )
+        assert line in admin.runs(run.kits[LEAD])[0]["pf2lora"]["line"]
+
+
 # --- only x leaves ------------------------------------------------------------------------------------------
 
 LEAKY = """

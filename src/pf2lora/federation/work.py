@@ -122,7 +122,7 @@ def load_client(config: Config, plan: Plan, site: str) -> tuple[Client[Any], lis
 
 def build(plan: Plan, file: Path, site: str) -> SiteWork:
     """Data, base model and method of a site. It sees nobody else's."""
-    from pf2lora.experiment import DTYPES, TASKS, choose_device
+    from pf2lora.experiment import DTYPES, GRAPH_LENGTHS, TASKS, check_lengths, choose_device
     from pf2lora.models import fresh_parameters
 
     config, _ = site_config(plan, file)
@@ -133,7 +133,10 @@ def build(plan: Plan, file: Path, site: str) -> SiteWork:
     base.to(device)  # type: ignore[arg-type]
     fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
     train = task.encode([client.train], training=True).to(device)
+    if device.type == "cuda" and config.graphs:
+        train = replace(train, multiple=GRAPH_LENGTHS)
     test = task.encode([client.test], training=False).to(device)
+    check_lengths(config, base, train, test)
     workload = trials.Workload(config, task, [client], base, train, test, device)
     trial = trials.set_up(workload, plan.method, config.seed)
     if isinstance(trial.method, HetLoRA):
@@ -164,7 +167,16 @@ def build(plan: Plan, file: Path, site: str) -> SiteWork:
         save_client(where, trial.model, site, x[0], y[0], config.task, config.model)
 
     return SiteWork(
-        site, trial.method, trial.F, trial.source, trial.state, measure, facts, tuple(task.metrics), export
+        site,
+        trial.method,
+        trial.F,
+        trial.source,
+        trial.state,
+        measure,
+        facts,
+        tuple(task.metrics),
+        config.graphs,
+        export,
     )
 
 

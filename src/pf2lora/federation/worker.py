@@ -34,6 +34,7 @@ class SiteWork:
     measure: Callable[[State, int], Scores]  # with the state after a round
     facts: dict[str, Any]  # what the server checks before round 1
     metrics: tuple[str, ...]
+    graphs: bool = True  # record the local step on a CUDA device
     export: Callable[[State, int], None] = lambda state, number: None
 
     @property
@@ -46,7 +47,7 @@ class Worker:
 
     def __init__(self, work: SiteWork, folder: StateFolder, steps: int, dtype: torch.dtype) -> None:
         self.work, self.folder, self.steps, self.dtype = work, folder, steps, dtype
-        self.stepper = make_stepper(work.method, work.F, work.initial.x.device)
+        self.stepper = make_stepper(work.method, work.F, work.initial.x.device, graphs=work.graphs)
         self.latest: Saved | None = None  # the newest state on disk, to spare a read
 
     def answer(self, data: bytes) -> bytes:
