@@ -33,8 +33,8 @@ FAST: dict[str, Any] = {
 LEARNING: dict[str, Any] = FAST | {
     "rounds": 15,
     "steps": 10,
-    "lr": 0.01,
-    "client_lr": 0.5,
+    "lr": 0.006,
+    "client_lr": 0.3,
     "hypergradient": "none",
 }
 
