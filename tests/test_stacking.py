@@ -78,7 +78,7 @@ def test_a_stacked_run_equals_clients_one_at_a_time(kind: str, setting: str) -> 
     method, schedule = build(setting, p), Schedule(rounds=2, steps=2, weighting="size")
     last = stacked(method, p, schedule)[-1]
     before, served = one_by_one(method, p, schedule)
-    assert_same(last.before, before)
+    assert_same(last.before._replace(opt=()), before)
     assert_same(last.served, served)
     assert (last.served.x - p.x).abs().max() > 0.01  # it did train
 

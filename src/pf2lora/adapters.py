@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,50 +85,66 @@ class Adapted(nn.Module):
         self.spec = spec
         self.number = number  # tells the dropout masks of layers apart
         self.in_features, self.out_features = sizes(base)
-        self.factors: list[tuple[Tensor, Tensor]] = []  # per part: (M, R, n) and (M, m, R)
+        self.factors: tuple[Tensor, Tensor] | None = None  # (M, R, n) and (M, m, R) of all parts
         self.key: Tensor | None = None
+        self.beside: list[
+            Adapted
+        ] = []  # the layer that gets the same input next (a list: it is no submodule)
+        self.handed: tuple[Tensor, Tensor] | None = (
+            None  # an input, and what the layer before made of it for us
+        )
 
     def bind(self, factors: Mapping[str, tuple[Tensor, Tensor]], key: Tensor | None) -> None:
-        """Take the adapters of M clients."""
-        self.factors, self.key = [factors[part.name] for part in self.parts], key
+        """Take the adapters of M clients. The parts of a fused projection become one pair, block by block."""
+        self.key = key
+        downs, ups = zip(*(factors[part.name] for part in self.parts))
+        if len(self.parts) == 1:
+            self.factors = downs[0], ups[0]
+            return
+        ranks = [down.shape[1] for down in downs]
+        blocks = [
+            pad(up, (sum(ranks[:i]), sum(ranks[i + 1 :]), part.start, self.out_features - part.stop))
+            for i, (part, up) in enumerate(zip(self.parts, ups))
+        ]
+        self.factors = torch.cat(downs, dim=1), sum(blocks[1:], blocks[0])
 
     def unbind(self) -> None:
-        self.factors, self.key = [], None
+        self.factors = self.key = self.handed = None
 
     def forward(self, u: Tensor) -> Tensor:
         out = self.base(u)
-        if not self.factors:
+        if self.factors is None:
             return out
-        clients = self.factors[0][0].shape[0]
+        clients = self.factors[0].shape[0]
         if u.shape[0] % clients:
             raise ValueError(f"a batch of {u.shape[0]} examples cannot be shared out among {clients} clients")
+        grouped = out.view(clients, -1, self.out_features)
+        return torch.baddbmm(grouped, self.narrow(u), self.factors[1].mT).view(out.shape)
+
+    def narrow(self, u: Tensor) -> Tensor:
+        """`u [A; C]ᵀ (M, rows, R)`: computed here, or already by the layer before, which has the same input."""
+        assert self.factors is not None
+        if self.handed is not None and self.handed[0] is u:
+            inner, self.handed = self.handed[1], None
+            return inner
+        clients, rank = self.factors[0].shape[:2]
         grouped = u.reshape(clients, -1, self.in_features)
         if self.key is not None and self.spec.dropout:
             mask = keep_mask(self.key, self.number, u.shape, self.spec.dropout)
             grouped = grouped * mask.view_as(grouped).to(u.dtype) / (1 - self.spec.dropout)
-        return self.add(out.view(clients, -1, self.out_features), grouped).view(out.shape)
+        if not self.beside or self.beside[0].factors is None:
+            return grouped @ self.factors[0].mT
+        both = grouped @ torch.cat([self.factors[0], self.beside[0].factors[0]], dim=1).mT
+        self.beside[0].handed = u, both[..., rank:]
+        return both[..., :rank]
 
     def per_client(self, u: Tensor) -> Tensor:
         """The layer's output for one input `(1, T, n)` that all clients share: `(M, T, m)`."""
         out = self.base(u)
-        if not self.factors:
+        if self.factors is None:
             return out
-        clients = self.factors[0][0].shape[0]
-        return self.add(out.expand(clients, -1, -1), u.expand(clients, -1, -1))
-
-    def add(self, out: Tensor, u: Tensor) -> Tensor:
-        """`out + (u Aᵀ) Bᵀ` on the adapted parts; `out` is (M, rows, m) and `u` (M, rows, n)."""
-        if len(self.parts) == 1 and self.parts[0].stop - self.parts[0].start == self.out_features:
-            ((down, up),) = self.factors
-            return torch.baddbmm(out, u @ down.mT, up.mT)
-        pieces, at = [], 0
-        for part, (down, up) in zip(self.parts, self.factors):
-            pieces += [
-                out[..., at : part.start],
-                torch.baddbmm(out[..., part.start : part.stop], u @ down.mT, up.mT),
-            ]
-            at = part.stop
-        return torch.cat([*pieces, out[..., at:]], dim=-1)
+        down, up = self.factors
+        return torch.baddbmm(out.expand(len(down), -1, -1), u.expand(len(down), -1, -1) @ down.mT, up.mT)
 
 
 class ClientLinear(nn.Module):
@@ -190,6 +207,11 @@ class TwoLevelModel:
             layer = Adapted(base, split_parts(name, base, self.architecture), self.spec, number)
             self.model.set_submodule(name, layer)
             adapted[name] = layer
+        if self.architecture.attention != "own" and not self.spec.dropout:
+            for (name, layer), (other, after) in pairwise(adapted.items()):
+                (parent, _, end), (same, _, other_end) = name.rpartition("."), other.rpartition(".")
+                if parent == same and {end, other_end} == set(self.architecture.targets):
+                    layer.beside = [after]  # query and value of one attention see the same input
         return adapted
 
     @property

@@ -51,7 +51,7 @@ class Schedule:
 
 
 class Round(NamedTuple):
-    """What a round did. `before` is the state after the local steps, `served` after the average came back."""
+    """What a round did. `before` has x and y after the local steps, `served` the state after the average came back."""
 
     number: int  # from 1
     took_part: list[int]
