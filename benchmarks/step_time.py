@@ -199,6 +199,9 @@ def time_ours(work: Workload, way: Way, clients: int, options: argparse.Namespac
     """This project's step of `clients` in one pass."""
     start_memory(work.device)
     model = work.adapt(two_level=way.two_level)
+    if options.compile:
+        torch.compiler.reset()
+        model.compile()
     try:
         method = build_method(way, model)
         state = method.init(*work.start(model, clients))
@@ -348,6 +351,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=10, help="repetitions of a case, whose median is taken")
     parser.add_argument("--sets", type=int, help="steps with different batches in one repetition")
     parser.add_argument("--skip-plain", action="store_true", help="this project alone: no check, no ratio")
+    parser.add_argument("--compile", action="store_true", help="this project with its passes compiled")
     parser.add_argument("--plain-clients", type=int, help="clients that the plain way is timed on, at most")
     parser.add_argument(
         "--clients-per-pass", type=int, help="clients in one pass, at most; fewer where memory ends"
