@@ -229,12 +229,16 @@ def changed(data: bytes, how: str) -> bytes:
         tensors = {n: t * 1000 for n, t in tensors.items()}
     elif how == "round":
         fields["round"] += 1
+    elif how == "loss":
+        fields["loss"] = "low"
+    elif how == "nothing":
+        tensors = {}
     elif how == "bytes":
         return data[:-3]
     return wire.encode(fields, tensors)
 
 
-@pytest.mark.parametrize("how", ["names", "shapes", "nan", "norm", "round", "bytes"])
+@pytest.mark.parametrize("how", ["names", "shapes", "nan", "norm", "round", "bytes", "loss", "nothing"])
 def test_an_insane_update_is_refused_and_the_round_goes_on(tmp_path: Path, how: str) -> None:
     plan = make_plan("homlora")
     bad = make_small(tmp_path / "bad", plan, tamper=lambda s, d: changed(d, how) if s == "site-3" else d)

@@ -18,7 +18,7 @@ from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
 from pf2lora.federation import wire
 from pf2lora.federation.files import write_json, write_whole
-from pf2lora.federation.guard import PROBLEMS
+from pf2lora.federation.guard import HELLO, PROBLEMS, Guard, Refused, is_count
 from pf2lora.federation.plan import Plan
 from pf2lora.layout import Layout
 from pf2lora.method import Method
@@ -49,8 +49,11 @@ class Coordinator:
     def welcome(self, site: str, data: bytes) -> None:
         """A site's `hello`; what does not fit the others is a UserError that names the site and the remedy."""
         facts = wire.decode(data).fields
-        if facts["kind"] == "problem":
-            raise UserError(f"{site} cannot take part: {PROBLEMS[facts['code']]} (its own log says more)")
+        if facts.get("kind") == "problem":
+            why = PROBLEMS.get(facts.get("code", ""), PROBLEMS["failed"])
+            raise UserError(f"{site} cannot take part: {why} (its own log says more)")
+        if set(facts) != {"kind", *HELLO} or not is_count(facts["train_rows"]):
+            raise UserError(f"{site} says hello in an unknown way: install the same version of pf2lora there")
         for other, seen in self.sites.items():
             if other != site:
                 compare(site, facts, other, seen)
@@ -105,25 +108,12 @@ class Coordinator:
         self, answers: Mapping[str, bytes], seconds: float, missing: list[str]
     ) -> dict[str, Any]:
         """Check the updates, merge the sane ones, save. The record says who was left out and why."""
-        assert self.method is not None
         number = self.done + 1
-        refused: dict[str, str] = {}
-        stopped: list[str] = []
-        updates: dict[str, wire.Message] = {}
-        scores: dict[str, dict[str, Any]] = {}
-        for site, data in answers.items():
-            try:
-                message = self.readable(data, number)
-            except wire.Malformed as error:
-                refused[site] = str(error)
-                continue
-            scores[site] = message.fields
-            if message.fields["kind"] == "update":
-                updates[site] = message
-            elif message.fields["kind"] == "problem":
-                code = message.fields.get("code", "failed")
-                refused[site] = PROBLEMS.get(code, PROBLEMS["failed"])
-                stopped += [site] if code != "refused" else []
+        read, refused = self.read(answers, number)
+        stopped = [
+            s for s, m in read.items() if m.fields["kind"] == "problem" and m.fields["code"] != "refused"
+        ]
+        updates = {site: m for site, m in read.items() if m.fields["kind"] == "update"}
         vectors = {site: wire.to_flat(self.layout, m.tensors) for site, m in updates.items() if m.tensors}
         refused |= self.too_far(vectors)
         kept = [s for s in self.plan.sites if s in updates and s not in refused]
@@ -131,9 +121,7 @@ class Coordinator:
         if len(kept) < self.plan.needed(asked):
             raise QuorumMissed(number, len(kept), asked, self.plan, missing, refused)
         if any(site in vectors for site in kept):
-            sizes = [self.sites[s]["train_rows"] for s in kept]
-            weights = merge_weights(sizes, self.config.weighting)
-            self.common = self.method.merge(torch.stack([vectors[s] for s in kept]), weights)
+            self.merge(kept, vectors)
             self.ranks |= {s: wire.rank_of(self.layout, updates[s].tensors) for s in kept}
         record = {
             "round": number,
@@ -143,25 +131,56 @@ class Coordinator:
             "refused": refused,
             "stopped": stopped,
             "bytes": {site: len(data) for site, data in answers.items()},
-            "scores": {s: f for s, f in scores.items() if s not in refused},
+            "scores": {site: m.fields for site, m in read.items() if site not in refused},
         }
         self.records.append(record)
         self.done = number
         self.save()
         return record
 
+    def read(
+        self, answers: Mapping[str, bytes], number: int
+    ) -> tuple[dict[str, wire.Message], dict[str, str]]:
+        """The answers that are what they should be, and why others are not (a site's own problem is among those)."""
+        read: dict[str, wire.Message] = {}
+        refused: dict[str, str] = {}
+        for site, data in answers.items():
+            try:
+                read[site] = self.readable(data, number)
+            except wire.Malformed as error:
+                refused[site] = str(error)
+                continue
+            if read[site].fields["kind"] == "problem":
+                refused[site] = PROBLEMS[read[site].fields["code"]]
+        return read, refused
+
+    def merge(self, sites: list[str], vectors: Mapping[str, Tensor]) -> None:
+        """The method's own average of what these sites sent."""
+        assert self.method is not None
+        sizes = [self.sites[s]["train_rows"] for s in sites]
+        weights = merge_weights(sizes, self.config.weighting)
+        self.common = self.method.merge(torch.stack([vectors[s] for s in sites]), weights)
+
     def readable(self, data: bytes, number: int) -> wire.Message:
-        message = wire.decode(data)
-        if message.fields.get("kind") not in ("update", "scores", "problem"):
-            raise wire.Malformed(f"an answer of kind {message.fields.get('kind')!r}")
-        if message.fields.get("round") != number:
-            raise wire.Malformed(f"an answer for round {message.fields.get('round')} instead of {number}")
-        if message.fields["kind"] == "update" and (message.tensors or METHODS[self.plan.method].federated):
-            wire.check_tensors(self.layout, message.tensors, self.dtype)
-            for name, tensor in message.tensors.items():
-                if not bool(torch.isfinite(tensor).all()):
-                    raise wire.Malformed(f"the tensor {name!r} has values that are not finite")
-        return message
+        """An answer for this round that is as declared and finite."""
+        try:
+            Guard(self.layout, None, self.dtype).check(data)
+        except Refused as error:
+            raise wire.Malformed(str(error)) from None
+        fields, tensors = wire.decode(data)
+        if fields["kind"] == "hello" or fields.get("round") != number:
+            raise wire.Malformed(
+                f"a {fields['kind']!r} of round {fields.get('round')} instead of round {number}"
+            )
+        if fields["kind"] == "update":
+            if not tensors and METHODS[self.plan.method].federated:
+                raise wire.Malformed("an update without the common adapter")
+            if "loss" not in fields or not fields.get("steps"):
+                raise wire.Malformed("an update without its loss and steps")
+        for name, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise wire.Malformed(f"the tensor {name!r} has values that are not finite")
+        return wire.Message(fields, tensors)
 
     def too_far(self, vectors: Mapping[str, Tensor]) -> dict[str, str]:
         """Updates whose norm is beyond the limit. It is the norm of x as sent, not of its change: where the others

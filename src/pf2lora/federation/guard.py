@@ -30,6 +30,7 @@ PROBLEMS = {
 """All that a site says about its own troubles; the details stay in its own log."""
 
 DIGEST, VERSION = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9A-Za-z.+-]{1,40}")
+METRIC = re.compile(r"[A-Za-z0-9_@. -]{1,40}")
 
 
 class Refused(Exception):
@@ -37,9 +38,12 @@ class Refused(Exception):
 
 
 class Guard:
-    """Knows the names, shapes and dtype of the common adapter and the declared metrics."""
+    """Knows the names, shapes and dtype of the common adapter and the declared metrics.
 
-    def __init__(self, layout: Layout, metrics: tuple[str, ...], dtype: torch.dtype) -> None:
+    A site checks what it sends, the server what it gets; the server does not know the metrics' names (None).
+    """
+
+    def __init__(self, layout: Layout, metrics: tuple[str, ...] | None, dtype: torch.dtype) -> None:
         self.layout, self.metrics, self.dtype = layout, metrics, dtype
         self.entries = wire.describe(layout)
 
@@ -80,8 +84,11 @@ class Guard:
         return (
             isinstance(value, dict)
             and is_count(value.get("rows"))
-            and all(name in self.metrics and is_number(v) for name, v in value.items() if name != "rows")
+            and all(self.is_metric(name) and is_number(v) for name, v in value.items() if name != "rows")
         )
+
+    def is_metric(self, name: str) -> bool:
+        return bool(METRIC.fullmatch(name)) if self.metrics is None else name in self.metrics
 
 
 def is_count(value: Any) -> bool:

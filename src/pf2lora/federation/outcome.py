@@ -72,7 +72,7 @@ def round_records(
         found = [answers.get(site, {}).get(point) for site in plan.sites]
         if not any(found):
             return None
-        return {m: [f[m] / f["rows"] if f and m in f else None for f in found] for m in metrics}
+        return {m: [f[m] / f["rows"] if f and m in f and f["rows"] else None for f in found] for m in metrics}
 
     def means(answers: dict[str, Any], key: str) -> list[float | None] | None:
         found = [answers.get(site, {}) for site in plan.sites]
