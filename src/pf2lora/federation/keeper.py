@@ -35,13 +35,12 @@ class Keeper(FLComponent):
             if peer and peer.get_identity_name():
                 self.heard(peer.get_identity_name(), event_type == EventType.CLIENT_REGISTER_PROCESSED)
         elif event_type in (EventType.JOB_COMPLETED, EventType.JOB_ABORTED):
-            data = fl_ctx.get_prop(FLContextKey.EVENT_DATA)
-            job = data.get(JobMetaKey.JOB_ID.value) if isinstance(data, dict) else None
+            job = fl_ctx.get_prop(FLContextKey.EVENT_DATA)[JobMetaKey.JOB_ID.value]
             for folder in sorted((self.root / "runs").glob("*")):
                 status = read_status(folder)
                 if status is not None and status.job == job:
                     self.ended(folder, status, event_type == EventType.JOB_ABORTED, fl_ctx)
-                    self.tell_admin(folder, fl_ctx)
+                self.tell_lead(folder, job, fl_ctx)
 
     def heard(self, site: str, registered: bool) -> None:
         """A site found this server: it registered, or its heartbeat goes on after the server was started again."""
@@ -50,12 +49,12 @@ class Keeper(FLComponent):
         note(self.root / ALIVE, site)
         self.seen.add(site)
 
-    def tell_admin(self, folder: Path, fl_ctx: FLContext) -> None:
-        """What the lead's `status` shows of a run that is over."""
-        status = read_status(folder)
+    def tell_lead(self, folder: Path, job: str, fl_ctx: FLContext) -> None:
+        """How a job ended, for the lead's `status`."""
+        status = read_status(folder, job)
         if status is not None:
             manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
-            manager.update_meta(status.job, {"pf2lora": asdict(status)}, fl_ctx)
+            manager.update_meta(job, {"pf2lora": asdict(status)}, fl_ctx)
 
     def ended(self, folder: Path, status: Status, aborted: bool, fl_ctx: FLContext) -> None:
         if aborted and status.state == "running":
@@ -67,10 +66,8 @@ class Keeper(FLComponent):
             tries = tries + 1 if done == status.round else 1
             self.tries[folder.name] = (status.round, tries)
             if tries > TRIES:
-                status.state, status.line = (
-                    "failed",
-                    f"{TRIES} jobs in a row finished no round; see the server's log",
-                )
+                status.state = "failed"
+                status.line = f"{TRIES} jobs in a row finished no round; see the server's log"
                 write_status(folder, status)
                 say(folder, status.line)
             else:
@@ -95,6 +92,7 @@ CARRIED = (
     JobMetaKey.RESOURCE_SPEC,
     JobMetaKey.MIN_CLIENTS,
     JobMetaKey.DATA_STORAGE_FORMAT,
+    JobMetaKey.SCOPE,
     JobMetaKey.STUDY,
     JobMetaKey.SUBMITTER_NAME,
     JobMetaKey.SUBMITTER_ORG,

@@ -11,7 +11,7 @@ from pf2lora.federation.files import write_json
 
 SITES = "registered"  # a file per site, as old as its way to this server
 ALIVE = "alive"  # a file per site, as old as its last heartbeat
-STATUS, LINES = "status.json", "lines.jsonl"
+STATUS, LINES, JOBS = "status.json", "lines.jsonl", "jobs"
 
 
 @dataclass
@@ -33,14 +33,20 @@ def run_folder(root: Path, name: str) -> Path:
     return root / "runs" / name
 
 
-def write_status(folder: Path, status: Status) -> None:
+def write_status(folder: Path, status: Status, *, of_run: bool = True) -> None:
+    """Where a job stands, and with it the run; not the run, if the job may not touch it."""
     status.time = time.time()
-    write_json(folder / STATUS, asdict(status))
+    (folder / JOBS).mkdir(exist_ok=True)
+    write_json(folder / JOBS / f"{status.job}.json", asdict(status))
+    if of_run:
+        write_json(folder / STATUS, asdict(status))
 
 
-def read_status(folder: Path) -> Status | None:
+def read_status(folder: Path, job: str = "") -> Status | None:
+    """Where the run stands, or one job of it."""
+    file = folder / JOBS / f"{job}.json" if job else folder / STATUS
     try:
-        return Status(**json.loads((folder / STATUS).read_text()))
+        return Status(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -77,22 +77,28 @@ class Rounds(Controller):
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         self.abort, self.fl_ctx = abort_signal, fl_ctx
         self.status.job = fl_ctx.get_job_id()
-        lock = (self.folder / "lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            say(self.folder, f"the run {self.plan.name!r} goes on already in another job; this one ends")
-            return
-        try:
-            self.coordinator = Coordinator(self.plan, self.folder)
-            self.note("running")
-            self.gather()
-            self.go()
-        except UserError as error:
-            say(self.folder, str(error))
-            self.note("stopped" if isinstance(error, QuorumMissed) else "failed", str(error))
-        finally:
-            lock.close()
+        with (self.folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.coordinator = Coordinator(self.plan, self.folder)
+            except OSError:
+                self.refuse(f"the run {self.plan.name!r} goes on already in another job")
+                return
+            except UserError as error:
+                self.refuse(str(error))
+                return
+            try:
+                self.note("running")
+                self.gather()
+                self.go()
+            except UserError as error:
+                say(self.folder, str(error))
+                self.note("stopped" if isinstance(error, QuorumMissed) else "failed", str(error))
+
+    def refuse(self, line: str) -> None:
+        """This job ends, and leaves the run of its name as it is."""
+        self.status.state, self.status.line = "failed", line
+        write_status(self.folder, self.status, of_run=False)
 
     # --- who is there ---------------------------------------------------------------------------------------
 
