@@ -152,7 +152,7 @@ def test_flags_toml_and_python_say_the_same(
 def test_print_config_is_the_whole_of_it(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     code, out, _ = command_line(monkeypatch, capsys, "train", "--print-config")
     values = tomllib.loads(out)
-    unset = {"zeta_size", "clients_per_pass", "evaluate_every"}  # TOML has no null
+    unset = {"zeta_size", "clients_per_pass", "evaluate_every", "max_length", "separator"}  # TOML has no null
     assert code == 0 and set(option_types(Config)) - set(values) <= unset
     assert values["out"] == "runs/train" and values["rank"] == 8 and values["data"]["test_ratio"] == 0.2
 

@@ -41,7 +41,9 @@ class Config:
     rounds: int = setting(20, "communication rounds")
     steps: int = setting(10, "local steps per round")
     batch_size: int = setting(16, "examples per client and batch")
-    max_length: int = setting(128, "longest input in tokens")
+    max_length: int | None = setting(
+        None, "longest input in tokens (default: 128; question answering 384, generation 512)"
+    )
     rank: int = setting(8, "rank r of the common adapter")
     client_rank: int = setting(2, "rank of the client's own adapter, below --rank")
     lr: float = setting(1e-3, "learning rate of the common adapter (AdamW)")
@@ -73,6 +75,18 @@ class Config:
     title: str = setting("", "title of the report")
     out: str = setting("", "the run folder to write (default: runs/ and the command's name)")
     trackers: tuple[str, ...] = setting((), "also log to tensorboard, mlflow or wandb")
+    # question answering
+    stride: int = setting(128, "tokens that neighbouring windows of a long context share")
+    max_answer_tokens: int = setting(30, "longest answer in tokens")
+    no_answer_threshold: float = setting(0.5, "no answer is given if its probability is above this")
+    # generation
+    beams: int = setting(10, "beam width; 1 is greedy")
+    length_penalty: float = setting(0.8, "above 0 favours long texts, below 0 short ones")
+    no_repeat_ngram: int = setting(4, "so many tokens of a text are never repeated (0: allowed)")
+    max_new_tokens: int = setting(64, "longest generated text in tokens")
+    separator: str | None = setting(
+        None, "text between prompt and target (default: the beginning-of-text token)"
+    )
     data: DataSpec = field(default_factory=DataSpec)
     methods: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
 

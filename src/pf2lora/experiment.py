@@ -24,6 +24,7 @@ from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.models import load_tokenizer
 from pf2lora.progress import track
+from pf2lora.tasks import from_config
 from pf2lora.tasks.base import Task
 from pf2lora.trial import Outcome, Workload
 
@@ -56,14 +57,13 @@ def choose_device(name: str) -> torch.device:
 class TaskKind(NamedTuple):
     """How a kind of task reads its data and is built."""
 
-    load: Callable[
-        [Config], tuple[list[Client[Any]], list[str]]
-    ]  # the clients, and the label names (or none)
+    # load(config, notes) -> the clients and the label names (or none); it adds to `notes`, if given
+    load: Callable[..., tuple[list[Client[Any]], list[str]]]
     build: Callable[[Config, list[str]], Task[Any, Any]]
     read: Callable[[Config, Path, list[str]], list[Any]]  # the rows of one more file
 
 
-def load_texts(config: Config) -> tuple[list[Client[Any]], list[str]]:
+def load_texts(config: Config, notes: list[str] | None = None) -> tuple[list[Client[Any]], list[str]]:
     from pf2lora.data.classification import label_names
     from pf2lora.data.spec import load
 
@@ -76,7 +76,9 @@ def build_classification(config: Config, labels: list[str]) -> Task[Any, Any]:
     from pf2lora.tasks.classification import Classification
 
     tokenizer = load_tokenizer(config.model)
-    return Classification(tokenizer, labels, max_length=config.max_length, headline=headline(config.data))
+    return Classification(
+        tokenizer, labels, max_length=config.max_length or 128, headline=headline(config.data)
+    )
 
 
 def read_texts(config: Config, file: Path, labels: list[str]) -> list[Any]:
@@ -89,7 +91,15 @@ def read_texts(config: Config, file: Path, labels: list[str]) -> list[Any]:
     return list(rows)
 
 
-TASKS: dict[str, TaskKind] = {"classification": TaskKind(load_texts, build_classification, read_texts)}
+TASKS: dict[str, TaskKind] = {
+    "classification": TaskKind(load_texts, build_classification, read_texts),
+    "question-answering": TaskKind(
+        from_config.load_questions, from_config.build_question_answering, from_config.read_questions
+    ),
+    "generation": TaskKind(
+        from_config.load_prompts, from_config.build_generation, from_config.read_prompt_rows
+    ),
+}
 
 
 def rebuild_task(config: Config, labels: list[str]) -> Task[Any, Any]:
@@ -104,7 +114,8 @@ def prepare(config: Config) -> Workload:
     device = choose_device(config.device)
     trials.schedule_of(config, config.seed)  # says what is wrong before a model is loaded
     kind = TASKS[config.task]
-    clients, labels = kind.load(config)
+    notes: list[str] = []
+    clients, labels = kind.load(config, notes)
     task = kind.build(config, labels)
     base = task.load_model(config.model, DTYPES[config.precision])
     base.to(device)  # type: ignore[arg-type]
@@ -113,7 +124,7 @@ def prepare(config: Config) -> Workload:
         train = replace(train, multiple=GRAPH_LENGTHS)
     test = task.encode([client.test for client in clients], training=False).to(device)
     check_lengths(config, base, train, test)
-    workload = Workload(config, task, clients, base, train, test, device)
+    workload = Workload(config, task, clients, base, train, test, device, tuple(notes))
     for name in config.method:  # a mistake in the last method should not cost the training of the first
         trials.set_up(workload, name, config.seed).model.remove()
     return workload
@@ -140,6 +151,9 @@ def run(config: Config, watcher: Watcher | None = None, workload: Workload | Non
     workload = workload or prepare(config)
     methods: dict[str, Any] = {}
     seeds = range(config.seed, config.seed + config.seeds)
+    told: set[str] = set()
+    examples: dict[tuple[int, int], dict[str, Any]] = {}
+    tell_notes(workload, watcher, told)
     for name in config.method:
         second_order = trials.method_settings(config, name).get("hypergradient", config.hypergradient)
         if hasattr(METHODS[name], "hypergradient") and second_order == "exact":
@@ -150,11 +164,37 @@ def run(config: Config, watcher: Watcher | None = None, workload: Workload | Non
         for seed in seeds:
             outcome = run_one(workload, name, seed, watcher)
             methods[name]["runs"].append(outcome.record)
+            tell_notes(workload, watcher, told)
+            if seed == config.seed:
+                add_examples(examples, workload, name, outcome)
             watcher.on_outcome(name, seed, outcome)
             outcome.model.remove()
             del outcome
             gc.collect()
-    return describe(workload) | {"methods": methods, "examples": []}
+    return describe(workload) | {"methods": methods, "examples": list(examples.values())}
+
+
+def tell_notes(workload: Workload, watcher: Watcher, told: set[str]) -> None:
+    """What the data and the task have to say, each line once."""
+    for note in (*workload.notes, *workload.task.notes):
+        if note not in told:
+            told.add(note)
+            watcher.on_note(note)
+
+
+def add_examples(
+    examples: dict[tuple[int, int], dict[str, Any]], workload: Workload, method: str, outcome: Outcome
+) -> None:
+    """A method's answers to a few rows of each client, beside those of the other methods."""
+    for k, shown in enumerate(outcome.examples):
+        for i, example in enumerate(shown):
+            entry: dict[str, Any] = {
+                "client": workload.names[k],
+                "prompt": example.prompt,
+                "references": list(example.references),
+                "outputs": {},
+            }
+            examples.setdefault((k, i), entry)["outputs"][method] = example.output
 
 
 def run_one(workload: Workload, name: str, seed: int, watcher: Watcher) -> Outcome:

@@ -103,5 +103,5 @@ def fit(run: LoadedRun, method: Method, source: EncodedSource, x: Tensor, y: Ten
 
 
 def measure(run: LoadedRun, client: Client[Any], test: Encoded, x: Tensor, y: Tensor) -> Scores:
-    answers = run.task.predict(run.model, x, y, test)[0]
+    answers = run.task.predict(run.model, x, y, test, final=True)[0]
     return {metric: trial.finite(v) for metric, v in run.task.score(answers, client.test).items()}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -25,10 +25,11 @@ from pf2lora.methods import METHODS
 from pf2lora.methods.hetlora import initial_ranks
 from pf2lora.randomness import participants
 from pf2lora.ranks import client_share, learned_ranks
-from pf2lora.tasks.base import Task
+from pf2lora.tasks.base import Example, Task
 
 DERIVED = {"layout", "ranks"}  # fields of a method that follow from the model and the clients
 WINDOW = 16  # batches among which rows are shared out by length
+EXAMPLES = 3  # answers of each client that a report shows
 HARDLY = 1e-5  # a relative change of y over a round below this counts as not moving
 
 
@@ -43,6 +44,7 @@ class Workload:
     train: Encoded
     test: Encoded
     device: torch.device
+    notes: tuple[str, ...] = ()  # what the data's reader has to say
 
     @property
     def names(self) -> list[str]:
@@ -71,6 +73,7 @@ class Outcome:
     y: Tensor  # (clients, Q)
     common: Tensor | None  # (P,)
     model: TwoLevelModel
+    examples: list[list[Example]]  # a few of each client's answers, for the report
 
 
 def method_settings(config: Config, name: str) -> dict[str, Any]:
@@ -152,11 +155,35 @@ def served_models(trial: Trial, state: State, number: int) -> tuple[Tensor, Tens
     return (x.expand(count, -1), y.expand(count, -1)) if trial.method.pooled else (x, y)
 
 
-def evaluate(workload: Workload, model: TwoLevelModel, x: Tensor, y: Tensor) -> dict[str, list[float | None]]:
+class Measured(NamedTuple):
+    """Every metric of every client (None where it was not computed), and some of the answers to be read."""
+
+    scores: dict[str, list[float | None]]
+    examples: list[list[Example]]
+
+
+def evaluate(
+    workload: Workload, model: TwoLevelModel, x: Tensor, y: Tensor, *, final: bool = False
+) -> dict[str, list[float | None]]:
     """Every metric of every client on its own test data."""
-    answers = workload.task.predict(model, x, y, workload.test)
-    scores = [workload.task.score(a, client.test) for a, client in zip(answers, workload.clients)]
-    return {metric: [finite(s.get(metric)) for s in scores] for metric in scores[0]}
+    return measure(workload, model, x, y, final=final).scores
+
+
+def measure(
+    workload: Workload, model: TwoLevelModel, x: Tensor, y: Tensor, *, final: bool = False
+) -> Measured:
+    """Every client on its own test data; `final` also does what is too costly for every round."""
+    task = workload.task
+    answers = task.predict(model, x, y, workload.test, final=final)
+    scores = [task.score(a, client.test) for a, client in zip(answers, workload.clients)]
+    shown = [
+        [task.example(a, row) for a, row in zip(found[:EXAMPLES], client.test)]
+        for found, client in zip(answers, workload.clients)
+    ]
+    return Measured(
+        {metric: [finite(s.get(metric)) for s in scores] for metric in task.metrics},
+        [[example for example in client if example is not None] for client in shown],
+    )
 
 
 def finite(value: float | None) -> float | None:
@@ -211,7 +238,7 @@ def run(
         graphs=config.graphs,
     )
     for done in going:
-        record = round_record(trial, done, measured_rounds)
+        record, examples = round_record(trial, done, measured_rounds)
         if method.two_level:
             moved = (done.served.y - previous_y).norm(dim=1) / previous_y.norm(dim=1).clamp_min(1e-30)
             still[done.took_part] = (moved < HARDLY).cpu()[done.took_part]
@@ -232,10 +259,10 @@ def run(
         "flops_per_round": flops,
         "seconds": seconds,
         "peak_memory_bytes": costs.peak_memory(workload.device),
-        "warnings": warnings(workload, rounds, still.tolist()),
+        "warnings": [*workload.notes, *workload.task.notes, *warnings(workload, rounds, still.tolist())],
     }
     common = None if not method.federated and not method.pooled else common_vector(trial, done)
-    return Outcome(record, x, y, common, trial.model)
+    return Outcome(record, x, y, common, trial.model, examples)
 
 
 def common_vector(trial: Trial, done: Round) -> Tensor:
@@ -258,8 +285,10 @@ def clients_per_round(trial: Trial) -> int:
     return len(participants(trial.seed, 1, len(trial.source.names), trial.workload.config.participation))
 
 
-def round_record(trial: Trial, done: Round, measured_rounds: set[int]) -> dict[str, Any]:
-    """A round as result.json and metrics.jsonl hold it."""
+def round_record(
+    trial: Trial, done: Round, measured_rounds: set[int]
+) -> tuple[dict[str, Any], list[list[Example]]]:
+    """A round as result.json and metrics.jsonl hold it, and examples of the clients' answers."""
     workload, method, model = trial.workload, trial.method, trial.model
     count = len(workload.clients)
 
@@ -284,18 +313,20 @@ def round_record(trial: Trial, done: Round, measured_rounds: set[int]) -> dict[s
         "second_order_share": per_client(done.report.second_order),
         "ranks": None,
     }
+    examples: list[list[Example]] = []
     if done.number in measured_rounds:
+        final = done.number == workload.config.rounds
         x, y = served_models(trial, done.served, done.number)
-        record["served"] = evaluate(workload, model, x, y)
+        record["served"], examples = measure(workload, model, x, y, final=final)
         if method.federated:
             before = served_models(trial, done.before, done.number)
-            record["before_averaging"] = evaluate(workload, model, *before)
+            record["before_averaging"] = evaluate(workload, model, *before, final=final)
         scalings = model.spec.scaling, model.spec.client_scaling
         record["ranks"] = learned_ranks(model.x, model.y, x, y, *scalings).tolist()
         if method.two_level:
             shares = client_share(model.x, model.y, x, y, *scalings).tolist()
             record["client_share"] = [finite(s) for s in shares]
-    return record
+    return record, examples
 
 
 def summary(workload: Workload, scores: dict[str, list[float | None]] | None) -> dict[str, Any] | None:

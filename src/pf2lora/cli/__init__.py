@@ -9,6 +9,7 @@ import typer
 from pf2lora.cli import data, federation, reproduce, score
 from pf2lora.cli.data import ListCommand
 from pf2lora.cli.demo import demo
+from pf2lora.cli.generate import generate
 from pf2lora.cli.report import report
 from pf2lora.cli.train import compare, train
 from pf2lora.cli.use import evaluate, export, onboard, predict
@@ -27,6 +28,7 @@ app.command(cls=ListCommand, rich_help_panel="Run")(compare)
 app.add_typer(reproduce.app, name="reproduce", rich_help_panel="Run")
 app.add_typer(federation.app, name="federation", rich_help_panel="Run")
 app.command(rich_help_panel="Use a run")(predict)
+app.command(rich_help_panel="Use a run")(generate)
 app.command(rich_help_panel="Use a run")(evaluate)
 app.command(rich_help_panel="Use a run")(onboard)
 app.command(rich_help_panel="Use a run")(export)

@@ -28,6 +28,17 @@ EVERYDAY: tuple[str, ...] = (
     "client_lr",
 )
 EVERYDAY += ("seed", "seeds", "device", "precision")
+PANELS = dict.fromkeys(("stride", "max_answer_tokens", "no_answer_threshold"), "Question answering")
+PANELS |= dict.fromkeys(
+    ("beams", "length_penalty", "no_repeat_ngram", "max_new_tokens", "separator"), "Generation"
+)
+COLUMNS = {
+    "context": "Question answering",
+    "question": "Question answering",
+    "answers": "Question answering",
+    "prompt": "Generation",
+    "target": "Generation",
+}
 OWN = ("out",)  # commands have options of their own for these
 
 
@@ -47,7 +58,7 @@ def config_options() -> list[inspect.Parameter]:
         kind = list[str] | None if typing.get_origin(kind) is tuple else kind | None
         shown = ", ".join(default) if isinstance(default, tuple) else default
         hint = f" [dim](default: {shown})[/dim]" if shown not in ("", None) else ""
-        panel = "Everyday" if name in EVERYDAY else "Method and training"
+        panel = PANELS.get(name, "Everyday" if name in EVERYDAY else "Method and training")
         spelling = f"{flag(name)}/--no-{flag(name)[2:]}" if types[name] is bool else flag(name)
         option = typer.Option(
             spelling, help=fields[name].metadata["help"] + hint, rich_help_panel=panel, show_default=False
@@ -66,6 +77,11 @@ def data_parameters() -> list[inspect.Parameter]:
             kind, option = typing.get_args(hints[name])[:2]
             option.show_default = False
             found.append(parameter(name, Annotated[kind | None, option]))
+        elif name in COLUMNS:
+            option = typer.Option(
+                flag(name), help=f"Column of the {name} (guessed).", rich_help_panel=COLUMNS[name]
+            )
+            found.append(parameter(name, Annotated[str | None, option]))
     return found
 
 

@@ -141,7 +141,7 @@ def answer(loaded: Any, client: str | None, rows: list[Any]) -> list[Any]:
     """A client's answers to rows, by the same path as in training."""
     x, y = loaded.client(client)
     encoded = loaded.task.encode([rows], training=False).to(loaded.device)
-    found: list[Any] = loaded.task.predict(loaded.model, x, y, encoded)[0]
+    found: list[Any] = loaded.task.predict(loaded.model, x, y, encoded, final=True)[0]
     return found
 
 

@@ -30,6 +30,12 @@ class DataSpec:
     label: str | None = None
     client_column: str | None = None
     test_ratio: float = 0.2
+    # Columns of question answering and of generation, guessed where they are not named.
+    context: str | None = None
+    question: str | None = None
+    answers: str | None = None
+    prompt: str | None = None
+    target: str | None = None
     # Or a GLUE set, from a folder of the official files or else from the hub.
     dataset: str | None = None
     data_dir: str | None = None
