@@ -58,10 +58,10 @@ def test_the_commands_work_on_that_run(folder: Path, monkeypatch: Any, capsys: A
             spread = [
                 str(p) for word in words for p in (sorted(Path().glob(word)) if "*" in word else [word])
             ]
-            code, out, error = command_line(monkeypatch, capsys, *spread, "--print-config")
+            code, _, error = command_line(monkeypatch, capsys, *spread, "--print-config")
         elif words[0] in ("predict", "evaluate", "onboard", "export"):
             rounds = ["--rounds", "1"] if words[0] == "onboard" else []
-            code, out, error = command_line(monkeypatch, capsys, *words, *rounds)
+            code, _, error = command_line(monkeypatch, capsys, *words, *rounds)
         else:
             continue
         assert code == 0, (words, error)

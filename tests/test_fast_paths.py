@@ -1,0 +1,95 @@
+"""Each faster path against the slower one. What needs a CUDA device is skipped without one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from tiny import CONFIGS, tiny_data, tiny_problem
+
+from pf2lora.architectures import ARCHITECTURES, needed_mask
+from pf2lora.data.batches import EncodedSource, batch_rows_by_length, stream_rows
+from pf2lora.engines.local import Schedule, train
+from pf2lora.methods import METHODS
+
+NAMES = ["a", "b", "c"]
+
+
+def test_batches_by_length_hold_the_same_rows_as_the_stream() -> None:
+    lengths = np.random.default_rng(0).integers(3, 60, 37)
+    window, size = 4, 5
+    for first in (0, 8):
+        batches = [batch_rows_by_length(0, "a", lengths, first + i, size, window) for i in range(window)]
+        rows = stream_rows(0, "a", 37, first * size, (first + window) * size)
+        assert sorted(np.concatenate(batches)) == sorted(rows)
+        shortest_first = sorted(batches, key=lambda b: lengths[b].max())
+        for short, long in pairwise(shortest_first):
+            assert lengths[short].max() <= lengths[long].min()
+
+
+def test_batches_by_length_pad_less_and_depend_on_nobody_else() -> None:
+    data = tiny_data([60, 50, 70], longest=40)
+    plain = EncodedSource(data, NAMES, 4, seed=0)
+    grouped = EncodedSource(data, NAMES, 4, seed=0, window=8)
+
+    def width(source: EncodedSource) -> int:
+        return sum(source.draw([0, 1, 2], [n] * 3).tensors["input_ids"].shape[1] for n in range(16))
+
+    assert width(grouped) < 0.9 * width(plain)
+    alone = grouped.draw([1], [3]).tensors["labels"]
+    assert torch.equal(grouped.draw([0, 1, 2], [3] * 3).tensors["labels"][4:8], alone)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_full_batch_needs_no_mask(kind: str) -> None:
+    """The same loss with and without the mask where no row is padded."""
+    p = tiny_problem(kind)
+    assert p.model is not None
+    tokens = torch.randint(3, 50, (6, 9), generator=torch.Generator().manual_seed(0))
+    ones = torch.ones_like(tokens)
+    with_mask = p.model(p.x, p.y, input_ids=tokens, attention_mask=ones).logits
+    without = p.model(p.x, p.y, input_ids=tokens).logits
+    torch.testing.assert_close(with_mask, without, rtol=0, atol=1e-12)
+
+
+def test_masks_by_architecture() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert needed_mask(ARCHITECTURES["gpt2"], mask, torch.float32) is None
+    assert needed_mask(ARCHITECTURES["deberta-v2"], mask, torch.float32) is mask
+    bias = needed_mask(ARCHITECTURES["roberta"], mask, torch.float32)
+    assert bias is not None and bias.shape == (2, 1, 3, 3)
+    assert (bias[0, 0, :, 2] == torch.finfo(torch.float32).min).all() and not bias[1].any()
+
+
+@pytest.mark.slow
+def test_compiled_passes_give_the_same_run() -> None:
+    p, q = tiny_problem("roberta"), tiny_problem("roberta")
+    assert q.model is not None
+    q.model.compile()
+    for problem in (p, q):
+        method = METHODS["pf2lora"](problem.layout, client_lr=0.1)
+        state = method.init(problem.x, problem.y)
+        for done in train(method, problem.F, state, problem.source, Schedule(2, 2)):
+            last = done
+        problem.__dict__["last"] = last.served.x
+    torch.testing.assert_close(p.__dict__["last"], q.__dict__["last"], rtol=0, atol=1e-9)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+@pytest.mark.parametrize("name", ["pf2lora", "homlora", "per-fedavg", "hetlora"])
+def test_a_recorded_step_gives_the_plain_steps_numbers(name: str) -> None:
+    device = torch.device("cuda")
+    runs = []
+    for graphs in (False, True):
+        p = tiny_problem("roberta")
+        assert p.model is not None
+        p.model.model.to(device)  # type: ignore[arg-type]
+        options = {"ranks": (2, 3, 4)} if name == "hetlora" else {}
+        method = METHODS[name](p.layout, **options)
+        source = EncodedSource(p.source.data.to(device), p.source.names, 4, seed=0)  # type: ignore[attr-defined]
+        state = method.init(p.x.to(device), p.y.to(device))
+        done = list(train(method, p.F, state, source, Schedule(3, 4), device=device, graphs=graphs))
+        runs.append(done[-1].served.x)
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=1e-9)
