@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
-from pf2lora.adapters import Adapted, TwoLevelModel
+from pf2lora.adapters import TwoLevelModel
+from pf2lora.layers import Adapted
 from pf2lora.layout import Kind
 
 Slot = tuple[nn.Module, str]

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pf2lora.layers import Adapted
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -106,8 +108,6 @@ def disentangled_attention_bias(
     heads = self.num_attention_heads
 
     def scores(content: Tensor, projection: nn.Module, index: Tensor) -> Tensor:
-        from pf2lora.adapters import Adapted
-
         shared = embeddings.to(content.dtype)
         position = projection.per_client(shared) if isinstance(projection, Adapted) else projection(shared)
         position = (

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from pf2lora.adapters import Adapted, TwoLevelModel
+from pf2lora.adapters import TwoLevelModel
+from pf2lora.layers import Adapted
 from pf2lora.models import fresh_parameters
 
 PEFT_TASKS = {"classification": "SEQ_CLS", "question-answering": "QUESTION_ANS", "generation": "CAUSAL_LM"}
