@@ -12,6 +12,9 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 demo: $(VENV)/.installed
 	$(BIN)/pf2lora demo --out runs/demo --force
 
+# Two workers, one thread each: more threads than cores slow each other down.
+test test-all: export OMP_NUM_THREADS = 1
+
 test: $(VENV)/.installed lint
 	$(BIN)/pytest -m "not slow" -n 2
 
