@@ -15,16 +15,16 @@ def demo_config() -> Config:
     return Config(
         model=str(minilm_folder()),
         method=METHOD_NAMES,
-        rounds=8,
-        steps=5,
+        rounds=14,
+        steps=4,
         batch_size=8,
         max_length=40,
-        lr=2e-3,
+        lr=5e-3,
         client_lr=0.1,
-        evaluate_every=4,
+        evaluate_every=7,
         title="Rotten Tomatoes sentences, four clients, all-MiniLM-L6-v2",
         data=DataSpec(
-            dataset=MOVIE_REVIEWS, num_clients=4, heterogeneity=0.9, size_ratio=4.0, test_ratio=0.04
+            dataset=MOVIE_REVIEWS, num_clients=4, heterogeneity=0.6, size_ratio=4.0, test_ratio=0.04
         ),
     )
 
