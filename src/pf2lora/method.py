@@ -6,6 +6,7 @@ federation runs the same code with M = 1.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from pf2lora.errors import unknown
 from pf2lora.layout import Layout
-from pf2lora.optim import OPTIMIZERS, Moments
+from pf2lora.optim import OPTIMIZERS, Moments, no_moments
 
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
 """`F(x, y, batch)`: each client's mean loss on its part of the batch, shape (M,)."""
@@ -65,7 +66,7 @@ def variable(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(ABC):
     """A federated method. This base averages x as FedAvg does; a method overrides what it does differently.
 
     `lr` is the paper's η, the rate of `optimizer` on x: "adamw" as in the paper's experiments on language, or "sgd"
@@ -94,11 +95,11 @@ class Method:
 
     def init(self, x: Tensor, y: Tensor) -> State:
         """The state before the first step."""
-        raise NotImplementedError
+        return State(x, y, no_moments(x))
 
+    @abstractmethod
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
         """One local iteration of every client."""
-        raise NotImplementedError
 
     def send(self, s: State) -> tuple[State, Tensor]:
         """The end of a round: what stays, and what leaves `(M, shared)`."""

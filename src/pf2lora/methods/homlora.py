@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from pf2lora.method import Loss, Method, Report, State, gradients, variable
-from pf2lora.optim import no_moments
 
 
 @dataclass(frozen=True)
@@ -17,9 +14,6 @@ class HomLoRA(Method):
 
     name: ClassVar[str] = "homlora"
     label: ClassVar[str] = "HOMLoRA"
-
-    def init(self, x: Tensor, y: Tensor) -> State:
-        return State(x, y, no_moments(x))
 
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
         (batch,) = batches

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pf2lora.hypergradient import bilevel, lower_level
 from pf2lora.method import Loss, Method, Report, State, gradients, variable
-from pf2lora.optim import no_moments
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,6 @@ class PerFedAvg(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         lower_level(self.hypergradient)
-
-    def init(self, x: Tensor, y: Tensor) -> State:
-        return State(x, y, no_moments(x))
 
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
         inner, outer = batches

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from pf2lora.errors import UserError
 from pf2lora.hypergradient import bilevel, lower_level
 from pf2lora.method import Loss, Method, Report, State
-from pf2lora.optim import no_moments
 
 
 @dataclass(frozen=True)
@@ -41,9 +38,6 @@ class PF2LoRA(Method):
     @property
     def draws(self) -> int:  # type: ignore[override]
         return self.batches
-
-    def init(self, x: Tensor, y: Tensor) -> State:
-        return State(x, y, no_moments(x))
 
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
         if self.batches == 4:

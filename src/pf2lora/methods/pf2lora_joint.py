@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from pf2lora.method import Loss, Method, Report, State, gradients, variable
-from pf2lora.optim import no_moments
 
 
 @dataclass(frozen=True)
@@ -20,9 +17,6 @@ class PF2LoRAJoint(Method):
     name: ClassVar[str] = "pf2lora-joint"
     label: ClassVar[str] = "PF2LoRA without bilevel"
     two_level: ClassVar[bool] = True
-
-    def init(self, x: Tensor, y: Tensor) -> State:
-        return State(x, y, no_moments(x))
 
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
         (batch,) = batches
