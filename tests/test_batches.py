@@ -62,6 +62,24 @@ def test_rows_are_cut_to_the_longest_and_masked() -> None:
     assert eights.rows(shortest)["input_ids"].shape[1] == min(12, -(-int(data.lengths[shortest[0]]) // 8) * 8)
 
 
+def test_batches_of_one_step_have_one_length_and_the_same_rows() -> None:
+    data = tiny_data((6, 9))
+    apart = EncodedSource(data, ["a", "b"], 1, seed=3)
+    alike = EncodedSource(data, ["a", "b"], 1, seed=3, alike=2)
+    widths = []
+    for step in range(8):
+        one, other = (alike.draw([0, 1], [2 * step + d] * 2).tensors for d in range(2))
+        own = [apart.draw([0, 1], [2 * step + d] * 2).tensors for d in range(2)]
+        assert one["input_ids"].shape == other["input_ids"].shape
+        assert one["input_ids"].shape[1] == max(o["input_ids"].shape[1] for o in own)
+        for padded, short in zip((one, other), own):
+            width = short["input_ids"].shape[1]
+            assert torch.equal(padded["input_ids"][:, :width], short["input_ids"])
+            assert torch.equal(padded["attention_mask"].sum(1), short["attention_mask"].sum(1))
+            widths.append(width)
+    assert len(set(widths)) > 1  # or there was nothing to make alike
+
+
 def test_the_first_rows_of_each_client() -> None:
     batch = Batch(2, {"a": torch.arange(6), "b": torch.arange(12).view(6, 2)}, torch.tensor([1, 2]))
     part = batch.first(2)

@@ -21,7 +21,7 @@ from pf2lora.tasks.classification import Classification
 
 
 def run(method: Method, p: Problem, schedule: Schedule) -> list[Round]:
-    return list(train(method, p.F, method.init(p.x, p.y), p.source, schedule))
+    return [done.kept() for done in train(method, p.F, method.init(p.x, p.y), p.source, schedule)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -80,7 +80,10 @@ def test_a_round_reports_what_it_did() -> None:
     ticks: list[int] = []
     method = HomLoRA(p.layout)
     schedule = Schedule(rounds=3, steps=2, participation=0.5, clients_per_pass=1)
-    rounds = list(train(method, p.F, method.init(p.x, p.y), p.source, schedule, on_step=ticks.append))
+    rounds = [
+        done.kept()
+        for done in train(method, p.F, method.init(p.x, p.y), p.source, schedule, on_step=ticks.append)
+    ]
     assert [r.number for r in rounds] == [1, 2, 3]
     assert all(r.report.loss.shape == (2, 2) and r.seconds > 0 for r in rounds)
     assert sum(ticks) == 3 * 2 * 2  # rounds, steps, clients
@@ -110,10 +113,38 @@ def test_a_client_that_sits_out_goes_on_where_it_stopped() -> None:
                 r.served.opt.mean[k], before.opt.mean[k]
             )
         assert (r.served.x == r.served.x[:1]).all()
-        before = r.served
+        before = r.kept().served
     for k in range(3):
         numbers = sorted(n for client, n in drawn if client == k)
         assert numbers == list(range(len(numbers))) and numbers
+
+
+@pytest.mark.parametrize("clients", [[2, 0], [1, 2], [0, 1, 2], [1]])
+def test_neighbours_and_scattered_clients_are_taken_and_put_alike(clients: list[int]) -> None:
+    p = regression_problem()
+    state = PF2LoRA(p.layout).init(p.x, p.y)
+    part = take(state, clients)
+    assert torch.equal(part.x, p.x[torch.tensor(clients)])
+    changed = over_tensors(torch.clone, state)
+    put(changed, clients, part._replace(x=part.x + 1))
+    moved = torch.zeros(3, 1).to(p.x)
+    moved[clients] = 1
+    assert torch.equal(changed.x, p.x + moved) and torch.equal(changed.y, p.y)
+
+
+def test_a_round_leaves_the_first_state_alone_and_what_is_kept_stays() -> None:
+    p = regression_problem()
+    method = PF2LoRA(p.layout, lr=0.05)
+    state = method.init(p.x, p.y)
+    first = over_tensors(torch.clone, state)
+    rounds = train(method, p.F, state, p.source, Schedule(rounds=2, steps=2))
+    one = next(rounds)
+    kept = one.kept()
+    again = kept.kept()
+    next(rounds)
+    assert torch.equal(state.x, first.x) and torch.equal(state.y, first.y)
+    assert torch.equal(kept.before.y, again.before.y) and torch.equal(kept.served.x, again.served.x)
+    assert not torch.equal(one.before.x, kept.before.x)  # the engine's own, written over
 
 
 def test_take_and_put_are_inverse_and_leave_the_whole_alone() -> None:

@@ -72,7 +72,7 @@ def test_compiled_passes_give_the_same_run() -> None:
         if compiled:
             p.model.compile()
         method = METHODS["pf2lora"](p.layout, client_lr=0.1)
-        rounds = list(train(method, p.F, method.init(p.x, p.y), p.source, Schedule(2, 2)))
+        rounds = [done.kept() for done in train(method, p.F, method.init(p.x, p.y), p.source, Schedule(2, 2))]
         ends.append(rounds[-1].served.x)
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
 
@@ -90,6 +90,9 @@ def test_a_recorded_step_gives_the_plain_steps_numbers(name: str) -> None:
         method = METHODS[name](p.layout, **options)
         source = EncodedSource(p.source.data.to(device), p.source.names, 4, seed=0)  # type: ignore[attr-defined]
         state = method.init(p.x.to(device), p.y.to(device))
-        done = list(train(method, p.F, state, source, Schedule(3, 4), device=device, graphs=graphs))
+        done = [
+            each.kept()
+            for each in train(method, p.F, state, source, Schedule(3, 4), device=device, graphs=graphs)
+        ]
         runs.append(done[-1].served.x)
     torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=1e-9)

@@ -230,6 +230,9 @@ def test_over_rounds_on_a_transformer_from_a_fresh_start() -> None:
     """B = 0 at first: the tail cannot have fallen in round 1, and the penalty's gradient there is a number."""
     p = tiny_problem("roberta", moved=False, client_rank=0)
     method = HetLoRA(p.layout, lr=0.02, ranks=(1, 2, 4), penalty=0.5)
-    rounds = list(train(method, p.F, method.init(p.x, p.y), p.source, Schedule(rounds=3, steps=2)))
+    rounds = [
+        done.kept()
+        for done in train(method, p.F, method.init(p.x, p.y), p.source, Schedule(rounds=3, steps=2))
+    ]
     assert rounds[0].served.opt.rank.tolist() == [1, 2, 4]
     assert all(torch.isfinite(r.served.x).all() for r in rounds)

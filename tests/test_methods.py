@@ -47,7 +47,10 @@ def run(
     method: Method, p: Problem, rounds: int = 3, source: BatchSource | None = None, **schedule: Any
 ) -> list[Round]:
     state = method.init(p.x, p.y)
-    return list(train(method, p.F, state, source or p.source, Schedule(rounds, steps=2, **schedule)))
+    return [
+        done.kept()
+        for done in train(method, p.F, state, source or p.source, Schedule(rounds, steps=2, **schedule))
+    ]
 
 
 def gradient_at(p: Problem, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

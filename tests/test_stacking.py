@@ -30,7 +30,7 @@ def test_every_method_has_a_setting_here() -> None:
 
 
 def stacked(method: Method, p: Problem, schedule: Schedule) -> list[Round]:
-    return list(train(method, p.F, method.init(p.x, p.y), p.source, schedule))
+    return [done.kept() for done in train(method, p.F, method.init(p.x, p.y), p.source, schedule)]
 
 
 def one_by_one(method: Method, p: Problem, schedule: Schedule) -> tuple[list[State], list[State]]:

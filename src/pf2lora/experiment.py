@@ -7,7 +7,7 @@ import math
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ from pf2lora.tasks import from_config
 from pf2lora.tasks.base import Task
 from pf2lora.trial import Outcome, Workload
 
-GRAPH_LENGTHS = 32  # a recorded step has one length; fewer lengths, fewer recordings
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -117,11 +116,10 @@ def prepare(config: Config) -> Workload:
     notes: list[str] = []
     clients, labels = kind.load(config, notes)
     task = kind.build(config, labels)
+    task.clients_per_pass = config.clients_per_pass
     base = task.load_model(config.model, DTYPES[config.precision])
     base.to(device)  # type: ignore[arg-type]
     train = task.encode([client.train for client in clients], training=True).to(device)
-    if device.type == "cuda" and config.graphs:
-        train = replace(train, multiple=GRAPH_LENGTHS)
     test = task.encode([client.test for client in clients], training=False).to(device)
     check_lengths(config, base, train, test)
     workload = Workload(config, task, clients, base, train, test, device, tuple(notes))

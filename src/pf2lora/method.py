@@ -123,16 +123,27 @@ class Method(ABC):
         return [self.layout.shared] * s.x.shape[0]
 
 
-def take(state: State, clients: Sequence[int] | Tensor) -> State:
-    """The states of some clients."""
-    index = torch.as_tensor(clients, device=state.x.device)
-    return over_tensors(lambda t: t.index_select(0, index), state)
+def rows_of(clients: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Where the clients' rows are: a slice where they are neighbours, whose rows need not be gathered."""
+    start, stop = clients[0], clients[0] + len(clients)
+    return (
+        slice(start, stop) if list(clients) == [*range(start, stop)] else torch.tensor(clients, device=device)
+    )
 
 
-def put(whole: Tree, clients: Sequence[int] | Tensor, part: Tree) -> None:
-    """Write some clients' tensors over their old ones in `whole`."""
+def take(state: State, clients: Sequence[int]) -> State:
+    """The states of some clients: views where they are neighbours, else copies."""
+    rows = rows_of(clients, state.x.device)
+    return over_tensors(lambda t: t[rows], state)
+
+
+def put(whole: State, clients: Sequence[int], part: State) -> None:
+    """Write some clients' states over their old ones in `whole`."""
+    rows = rows_of(clients, whole.x.device)
 
     def write(old: Tensor, new: Tensor) -> Tensor:
-        return old.index_copy_(0, torch.as_tensor(clients, device=old.device), new.to(old.device))
+        if isinstance(rows, slice):
+            return old[rows].copy_(new)  # straight from the device into its place
+        return old.index_copy_(0, rows, new.to(old.device))
 
     over_tensors(write, whole, part)

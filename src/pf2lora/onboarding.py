@@ -44,7 +44,7 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
     client = read_client(run, name, file)
     train_rows = run.task.encode([client.train], training=True).to(run.device)
     test_rows = run.task.encode([client.test], training=False).to(run.device)
-    source = trial.source_of(config, train_rows, [name], run.saved.seed)
+    source = trial.source_of(config, train_rows, [name], run.saved.seed, Newcomer.draws)
 
     x, _ = run.common()
     first_x, y = (t.to(run.device) for t in run.model.initial(run.saved.seed, [name]))

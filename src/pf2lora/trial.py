@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, get_type_hints
 
@@ -20,7 +20,7 @@ from pf2lora.data.batches import Encoded, EncodedSource
 from pf2lora.data.client import Client
 from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.errors import UserError, unknown
-from pf2lora.method import Loss, Method, State, take
+from pf2lora.method import Loss, Method, State, over_tensors, take
 from pf2lora.methods import METHODS
 from pf2lora.methods.hetlora import initial_ranks
 from pf2lora.randomness import participants
@@ -29,6 +29,7 @@ from pf2lora.tasks.base import Example, Task
 
 DERIVED = {"layout", "ranks"}  # fields of a method that follow from the model and the clients
 WINDOW = 16  # batches among which rows are shared out by length
+FEW_LENGTHS = 32  # what a batch's length is rounded up to where each length is recorded or compiled
 EXAMPLES = 3  # answers of each client that a report shows
 HARDLY = 1e-5  # a relative change of y over a round below this counts as not moving
 
@@ -121,10 +122,19 @@ def build_method(config: Config, name: str, model: TwoLevelModel, clients: int) 
     return kind(model.x, **settings)
 
 
-def source_of(config: Config, rows: Encoded, names: list[str], seed: int) -> EncodedSource:
-    """Training batches as the config describes them."""
+def source_of(config: Config, rows: Encoded, names: list[str], seed: int, draws: int) -> EncodedSource:
+    """Training batches as the config describes them, `draws` for each local step."""
     window = WINDOW if config.group_by_length else 1
-    return EncodedSource(rows, names, config.batch_size, seed, config.dropout > 0, window)
+    once_per_length = config.compile or (config.graphs and rows.device.type == "cuda")
+    return EncodedSource(
+        replace(rows, multiple=FEW_LENGTHS) if once_per_length else rows,
+        names,
+        config.batch_size,
+        seed,
+        keyed=config.dropout > 0,
+        window=window,
+        alike=draws if once_per_length else 1,
+    )
 
 
 def set_up(workload: Workload, name: str, seed: int) -> Trial:
@@ -135,22 +145,29 @@ def set_up(workload: Workload, name: str, seed: int) -> Trial:
         model.compile()
     pooled = METHODS[name].pooled
     names = ["pooled"] if pooled else workload.names
-    source = source_of(config, workload.train.pooled() if pooled else workload.train, names, seed)
     method = build_method(config, name, model, len(names))
-    x, y = model.initial(seed, names)
-    state = method.init(x.to(workload.device), y.to(workload.device))
+    rows = workload.train.pooled() if pooled else workload.train
+    source = source_of(config, rows, names, seed, method.draws)
+    state = method.init(*model.initial(seed, names))  # on the host: the engine moves whom it trains
     return Trial(workload, seed, model, method, partial(workload.task.loss, model), source, state)
 
 
 def served_models(trial: Trial, state: State, number: int) -> tuple[Tensor, Tensor]:
     """The (x, y) every client is measured with after round `number`; a pooled learner's is everybody's."""
-    clients = range(len(trial.source.names))
     x, y = state.x, state.y
     if type(trial.method).personal is not Method.personal:
-        batch = trial.source.draw(
-            clients, [number * trial.workload.config.steps * trial.method.draws] * len(clients)
+        clients, config = range(len(trial.source.names)), trial.workload.config
+        per_pass, next_batch = (
+            config.clients_per_pass or len(clients),
+            number * config.steps * trial.method.draws,
         )
-        x, y = trial.method.personal(trial.F, state, batch)
+        found = []
+        for i in range(0, len(clients), per_pass):
+            together = clients[i : i + per_pass]
+            part = over_tensors(lambda t: t.to(trial.workload.device), take(state, together))
+            batch = trial.source.draw(together, [next_batch] * len(together))
+            found.append([t.to(x.device) for t in trial.method.personal(trial.F, part, batch)])
+        x, y = (torch.cat(parts) for parts in zip(*found))
     count = len(trial.workload.clients)
     return (x.expand(count, -1), y.expand(count, -1)) if trial.method.pooled else (x, y)
 
@@ -225,7 +242,8 @@ def run(
     measured_rounds = evaluation_rounds(config)
     costs.start_memory_count(workload.device)
     flops = count_flops(trial, schedule)
-    started, rounds, previous_y = time.perf_counter(), [], trial.state.y
+    started, rounds = time.perf_counter(), []
+    previous_y = trial.state.y.clone()
     still = torch.zeros(len(workload.clients), dtype=torch.bool)
     going = train(
         method,
@@ -240,9 +258,10 @@ def run(
     for done in going:
         record, examples = round_record(trial, done, measured_rounds)
         if method.two_level:
-            moved = (done.served.y - previous_y).norm(dim=1) / previous_y.norm(dim=1).clamp_min(1e-30)
-            still[done.took_part] = (moved < HARDLY).cpu()[done.took_part]
-            previous_y = done.served.y
+            y = done.served.y.cpu()
+            moved = (y - previous_y).norm(dim=1) / previous_y.norm(dim=1).clamp_min(1e-30)
+            still[done.took_part] = (moved < HARDLY)[done.took_part]
+            previous_y.copy_(y)
         rounds.append(record)
         on_round(record)
     seconds = time.perf_counter() - started
@@ -275,7 +294,7 @@ def common_vector(trial: Trial, done: Round) -> Tensor:
 def count_flops(trial: Trial, schedule: Schedule) -> float:
     """Operations of a whole round of all clients, from one counted step of one client."""
     first = [trial.source.draw([0], [d]) for d in range(trial.method.draws)]
-    one = take(trial.state, [0])
+    one = over_tensors(lambda t: t.to(trial.workload.device), take(trial.state, [0]))
     counted = costs.flops_of_step(trial.method, trial.F, one, first)
     return counted * schedule.steps * clients_per_round(trial)
 

@@ -109,17 +109,20 @@ class Encoded:
     row_columns: dict[str, Tensor]
     lengths: np.ndarray
     starts: tuple[int, ...]
-    multiple: int = 8  # a batch's length is rounded up to this
+    multiple: int = 1  # a batch's length is rounded up to this
 
     def sizes(self) -> list[int]:
         return [stop - start for start, stop in zip(self.starts, self.starts[1:])]
 
-    def rows(self, index: np.ndarray) -> dict[str, Tensor]:
-        """The rows at `index`, padded to the longest of them; no synchronisation with the device."""
-        longest = int(self.lengths[index].max())
+    def length(self, index: np.ndarray) -> int:
+        """How long the rows at `index` are when they are padded to the longest of them."""
         width = next(iter(self.token_columns.values())).shape[1]
-        length = min(width, -(-longest // self.multiple) * self.multiple)
-        device = next(iter(self.token_columns.values())).device
+        return min(width, -(-int(self.lengths[index].max()) // self.multiple) * self.multiple)
+
+    def rows(self, index: np.ndarray, length: int | None = None) -> dict[str, Tensor]:
+        """The rows at `index`, padded to `length` or the longest of them; no synchronisation with the device."""
+        length = length or self.length(index)
+        device = self.device
         at = torch.from_numpy(index).to(device, non_blocking=True)
         out = {
             name: column[:, :length].index_select(0, at).long() for name, column in self.token_columns.items()
@@ -128,10 +131,15 @@ class Encoded:
         out["attention_mask"] = (torch.arange(length, device=device) < lengths.unsqueeze(1)).long()
         return out | {name: column.index_select(0, at) for name, column in self.row_columns.items()}
 
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.token_columns.values())).device
+
     def to(self, device: torch.device) -> Self:
-        """The same rows on a device."""
+        """The same rows on a device; CUDA's fast products need lengths in eights."""
         return replace(
             self,
+            multiple=max(self.multiple, 8) if device.type == "cuda" else self.multiple,
             token_columns={name: column.to(device) for name, column in self.token_columns.items()},
             row_columns={name: column.to(device) for name, column in self.row_columns.items()},
         )
@@ -146,7 +154,8 @@ class Encoded:
 @dataclass(frozen=True)
 class EncodedSource:
     """Training batches of `size` rows from encoded clients. With `keyed`, batches carry dropout keys; with a
-    `window` above 1, rows of like length share a batch."""
+    `window` above 1, rows of like length share a batch; `alike` batches in a row (those of one step) have one length,
+    so that a step that is recorded needs one recording for each length and not for each pair."""
 
     data: Encoded
     names: list[str]
@@ -154,20 +163,30 @@ class EncodedSource:
     seed: int
     keyed: bool = False
     window: int = 1
+    alike: int = 1
 
     @property
     def sizes(self) -> list[int]:
         return self.data.sizes()
 
     def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
-        index = np.concatenate([self.client_rows(k, number) for k, number in zip(clients, numbers)])
-        tensors = self.data.rows(index)
+        index = self.rows(clients, numbers)
+        length = self.data.length(index)
+        if self.alike > 1:
+            first = [number - number % self.alike for number in numbers]
+            of_step = (self.rows(clients, [n + i for n in first]) for i in range(self.alike))
+            length = max(self.data.length(rows) for rows in of_step)
+        tensors = self.data.rows(index, length)
         key = None
         if self.keyed:
             seeds = [stream_seed(self.seed, "dropout", self.names[k], n) for k, n in zip(clients, numbers)]
             key = torch.tensor(seeds, device=tensors["attention_mask"].device)
         full = bool((self.data.lengths[index] == tensors["input_ids"].shape[1]).all())
         return Batch(len(clients), tensors, key, full)
+
+    def rows(self, clients: Sequence[int], numbers: Sequence[int]) -> np.ndarray:
+        """Where the rows of these batches lie."""
+        return np.concatenate([self.client_rows(k, number) for k, number in zip(clients, numbers)])
 
     def client_rows(self, k: int, number: int) -> np.ndarray:
         """Where the rows of client k's batch `number` lie."""

@@ -51,7 +51,11 @@ class Schedule:
 
 
 class Round(NamedTuple):
-    """What a round did. `before` has x and y after the local steps, `served` the state after the average came back."""
+    """What a round did. `before` has x and y after the local steps, `served` the state after the average came back.
+
+    Both are the engine's own, which the next round writes over (a thousand clients' states are not copied for
+    nothing); who needs them longer asks for `kept()`.
+    """
 
     number: int  # from 1
     took_part: list[int]
@@ -60,6 +64,11 @@ class Round(NamedTuple):
     served: State
     common: Tensor  # (shared,) the server's answer
     seconds: float
+
+    def kept(self) -> Round:
+        """This round with states of its own."""
+        before, served = (over_tensors(torch.clone, state) for state in (self.before, self.served))
+        return self._replace(before=before, served=served)
 
 
 def merge_weights(sizes: Sequence[int], weighting: str) -> Tensor:
@@ -132,22 +141,21 @@ def train(
         raise UserError("a run needs at least one client, and every client at least one training row")
     per_pass = schedule.clients_per_pass or clients
     home = torch.device(device if per_pass >= clients else "cpu")  # waiting clients stay off the device
-    state = over_tensors(lambda t: t.to(home), state)
+    state = over_tensors(lambda t: t.to(home, copy=True), state)
+    served = state
     stepper = make_stepper(method, F, device, graphs=graphs)
     steps_done = [0] * clients
     for number in range(1, schedule.rounds + 1):
         started = time.perf_counter()
+        over_tensors(lambda own, new: own if own is new else own.copy_(new), state, served)
         chosen = participants(schedule.seed, number, clients, schedule.participation)
-        # Copies, as the last round's belong to whoever got them; of what was before the average, only x changes.
-        state, before_x = over_tensors(torch.clone, state), state.x.clone()
-        reports, sent = [], []
+        reports = []
         for i in range(0, len(chosen), per_pass):
             together = chosen[i : i + per_pass]
-            part = over_tensors(lambda t: t.to(device), take(state, together))
             part, report = local_steps(
                 method,
                 F,
-                part,
+                over_tensors(lambda t: t.to(device), take(state, together)),
                 source,
                 together,
                 [steps_done[k] for k in together],
@@ -155,19 +163,21 @@ def train(
                 on_step,
                 stepper,
             )
-            put(before_x, together, part.x)
-            part, leaves = method.send(part)
             put(state, together, part)
             reports.append(report)
-            sent.append(leaves.to(home))
         shares = [r.second_order for r in reports if r.second_order is not None]
         losses = torch.cat([r.loss for r in reports], dim=1).cpu()
         report = Report(losses, torch.cat(shares, dim=1).cpu() if shares else None)
         check_finite(losses, [source.names[k] for k in chosen], number)
+        leaving = take(state, chosen)
+        stays, sent = method.send(leaving)
         weights = merge_weights([source.sizes[k] for k in chosen], schedule.weighting)
-        common = method.merge(torch.cat(sent), weights.to(home))
-        before = state._replace(x=before_x)
-        state = method.receive(state, common)
+        common = method.merge(sent, weights.to(home))
+        served = state
+        if stays is not leaving:  # what a method prunes as it sends is not part of `before`
+            served = over_tensors(torch.clone, state)
+            put(served, chosen, stays)
+        served = method.receive(served, common)
         for k in chosen:
             steps_done[k] += schedule.steps
-        yield Round(number, chosen, report, before, state, common, time.perf_counter() - started)
+        yield Round(number, chosen, report, state, served, common, time.perf_counter() - started)

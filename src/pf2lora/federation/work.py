@@ -19,7 +19,7 @@ from pf2lora.federation import require_nvflare, wire
 from pf2lora.federation.plan import Plan
 from pf2lora.federation.state import digest
 from pf2lora.federation.worker import Scores, SiteWork
-from pf2lora.method import State
+from pf2lora.method import State, over_tensors
 from pf2lora.methods.hetlora import HetLoRA, initial_ranks
 
 SITE_FILE = "site.toml"
@@ -122,7 +122,7 @@ def load_client(config: Config, plan: Plan, site: str) -> tuple[Client[Any], lis
 
 def build(plan: Plan, file: Path, site: str) -> SiteWork:
     """Data, base model and method of a site. It sees nobody else's."""
-    from pf2lora.experiment import DTYPES, GRAPH_LENGTHS, TASKS, check_lengths, choose_device
+    from pf2lora.experiment import DTYPES, TASKS, check_lengths, choose_device
     from pf2lora.models import fresh_parameters
 
     config, _ = site_config(plan, file)
@@ -133,8 +133,6 @@ def build(plan: Plan, file: Path, site: str) -> SiteWork:
     base.to(device)  # type: ignore[arg-type]
     fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
     train = task.encode([client.train], training=True).to(device)
-    if device.type == "cuda" and config.graphs:
-        train = replace(train, multiple=GRAPH_LENGTHS)
     test = task.encode([client.test], training=False).to(device)
     check_lengths(config, base, train, test)
     workload = trials.Workload(config, task, [client], base, train, test, device)
@@ -171,7 +169,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteWork:
         trial.method,
         trial.F,
         trial.source,
-        trial.state,
+        over_tensors(lambda t: t.to(device), trial.state),
         measure,
         facts,
         tuple(task.metrics),

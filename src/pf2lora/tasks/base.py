@@ -46,6 +46,7 @@ class Task(ABC, Generic[Row, Prediction]):
 
     name: ClassVar[str]
     metrics: dict[str, Metric]  # the headline first
+    clients_per_pass: int | None = None  # answering in one pass; bounds memory, as in training
 
     @abstractmethod
     def load_model(self, name: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -175,7 +176,7 @@ def predict_rows(
 ) -> list[list[Any]]:
     """`function` of every row, per client in the rows' order; it returns one answer per row of its batch."""
     answers: list[list[Any]] = [[None] * n for n in encoded.sizes()]
-    device = next(iter(encoded.token_columns.values())).device
+    device = encoded.device
     for clients, index, real in evaluation_batches(encoded, size, clients_per_pass):
         at = torch.tensor(clients, device=x.device)
         batch = Batch(len(clients), encoded.rows(index))

@@ -83,7 +83,7 @@ class Classification(Task[TextRow, np.ndarray]):
         def answer(x: Tensor, y: Tensor, batch: Batch) -> np.ndarray:
             return self.logits(model, x, y, batch).double().cpu().numpy()
 
-        return predict_rows(answer, x, y, encoded, self.evaluation_batch)
+        return predict_rows(answer, x, y, encoded, self.evaluation_batch, self.clients_per_pass)
 
     def score(self, predictions: Sequence[np.ndarray], rows: Sequence[TextRow]) -> Scores:
         from pf2lora.metrics.classification import accuracy, log_loss, matthews

@@ -238,7 +238,8 @@ class Generation(Task[PromptRow, Continuation]):
             losses, counted = self.token_losses(model, x, y, batch)
             return list(zip(losses.double().sum(1).tolist(), counted.sum(1).tolist()))
 
-        losses = encoded.by_row(predict_rows(answer, x, y, encoded, self.evaluation_batch))
+        found = predict_rows(answer, x, y, encoded, self.evaluation_batch, self.clients_per_pass)
+        losses = encoded.by_row(found)
         texts: Sequence[Sequence[str | None]] = [[None] * len(rows) for rows in losses]
         if final:
             texts = self._continue(model, x, y, encoded.prompts)
@@ -286,7 +287,8 @@ class Generation(Task[PromptRow, Continuation]):
             texts: list[str] = self.tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True)
             return [text.strip() for text in texts]
 
-        return predict_rows(answer, x, y, prompts.to(model.model.device), self.generation_batch)
+        prompts = prompts.to(model.model.device)
+        return predict_rows(answer, x, y, prompts, self.generation_batch, self.clients_per_pass)
 
     # --- scores ------------------------------------------------------------------------------------------
 

@@ -226,7 +226,7 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
             null = (start.gather(1, cls) + end.gather(1, cls)).squeeze(1)
             return [Window(*each) for each in zip(null.tolist(), spans, losses.tolist())]
 
-        windows = predict_rows(answer, x, y, encoded, self.evaluation_batch)
+        windows = predict_rows(answer, x, y, encoded, self.evaluation_batch, self.clients_per_pass)
         places = [encoded.offsets[start:stop] for start, stop in zip(encoded.starts, encoded.starts[1:])]
         found = encoded.by_row([list(zip(*both)) for both in zip(windows, places)])
         return [
