@@ -19,6 +19,7 @@ from pf2lora.data.client import Client
 from pf2lora.data.e2e import load_e2e
 from pf2lora.data.prompts import PromptRow
 from pf2lora.data.webnlg import load_webnlg
+from pf2lora.metrics.java import one_meteor
 from pf2lora.models import load_tokenizer
 from pf2lora.tasks.generation import SCORERS, Decoding, Generation
 
@@ -36,10 +37,11 @@ def rescore(file: Path) -> None:
     references = [[item["references"] for item in client] for client in result["items"]]
     absent: dict[str, str] = {}
     for found in result["methods"].values():
-        for scores, texts, golds in zip(found["per_client"], found["outputs"], references):
-            values = scorer(texts, golds)
-            absent |= values.absent
-            scores.update({name: values.values.get(name) for name in names})
+        with one_meteor():
+            for scores, texts, golds in zip(found["per_client"], found["outputs"], references):
+                values = scorer(texts, golds)
+                absent |= values.absent
+                scores.update({name: values.values.get(name) for name in names})
         found["scores"] = mean_scores(found["per_client"])
     result["notes"] = [note for note in result["notes"] if not note.startswith("no ")]
     result["notes"] += [f"no {name}: {reason}" for name, reason in absent.items()]

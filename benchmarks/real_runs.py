@@ -127,7 +127,7 @@ def run(
         started = time.perf_counter()
         predictions = task.predict(model, served.x, served.y, test, final=True)
         answering = time.perf_counter() - started
-        scores = [task.score(p, client.test) for p, client in zip(predictions, clients)]
+        scores = task.score_clients(predictions, [client.test for client in clients])
         found[name] = {
             "scores": mean_scores(scores),
             "per_client": scores,

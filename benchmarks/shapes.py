@@ -27,6 +27,7 @@ from pf2lora.data.batches import Batch, Encoded, EncodedSource
 from pf2lora.method import Loss
 from pf2lora.tasks.classification import Classification
 from pf2lora.tasks.generation import Generation
+from pf2lora.trial import WINDOW
 
 LABELS = ["0", "1"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -138,7 +139,9 @@ class Workload:
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
         self.task = Generation(tokenizer) if shape.causal else Classification(tokenizer, LABELS)
         names = [f"client-{k}" for k in range(clients)]
-        self.source = EncodedSource(random_rows(shape, clients, rows).to(device), names, shape.batch, seed=0)
+        window = WINDOW if shape.varied else 1  # as in training
+        data = random_rows(shape, clients, rows).to(device)
+        self.source = EncodedSource(data, names, shape.batch, seed=0, window=window)
 
     def adapt(self, *, two_level: bool) -> TwoLevelModel:
         """The base model with the project's default adapters; `remove()` gives the base model back."""

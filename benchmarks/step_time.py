@@ -7,7 +7,9 @@
 (b) is this project. `difference` computes the same hypergradient as `exact`, so both stand beside the exact plain way.
 
 First, both make the same steps from the same start in float32, and the largest difference of a loss is reported.
-Then each is timed on batches that are drawn beforehand, float32 with tf32 products on CUDA. The share is that of the
+Then each is timed on batches that are drawn beforehand, float32 with tf32 products on CUDA. Where texts have varied
+lengths (`--minilm`), both sides see the same rows: the plain way in their shuffled order, this project with rows of
+like length together, as in training. The share is that of the
 machine's product of two large square matrices, counting only necessary arithmetic (`shapes.py`: `necessary_flops`).
 """
 
@@ -30,9 +32,11 @@ from timing import ceiling, float32_products, machine, milliseconds, peak_gb, st
 from torch import Tensor
 
 from pf2lora.adapters import TwoLevelModel
+from pf2lora.data.batches import Batch
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.method import Loss, Method, Report, State
 from pf2lora.methods import METHODS
+from pf2lora.trial import WINDOW
 
 LR, CLIENT_LR, WEIGHT_DECAY = 1e-3, 0.03, 0.01
 CHECKED_CLIENTS, CHECKED_STEPS = 2, 3
@@ -140,9 +144,11 @@ def plain_step(loop: PlainLoop, way: Way, client: PlainClient) -> Callable[..., 
     return lambda inner, outer: loop.pf2lora(client, inner, outer, second_order=second_order)
 
 
-def plain_batches(work: Workload, client: int, step: int, draws: int) -> list[dict[str, Tensor]]:
-    """The client's rows padded to its own longest, as a user's collator does."""
-    own = replace(work.source, data=replace(work.source.data, multiple=1))
+def plain_batches(
+    work: Workload, client: int, step: int, draws: int, *, window: int = 1
+) -> list[dict[str, Tensor]]:
+    """The client's rows in their shuffled order, padded to its own longest, as a user's loader and collator do."""
+    own = replace(work.source, data=replace(work.source.data, multiple=1), window=window)
     return [own.draw([client], [step * draws + d]).tensors for d in range(draws)]
 
 
@@ -152,7 +158,8 @@ def plain_losses(work: Workload, way: Way) -> Tensor:
     losses = []
     for k, client in enumerate(clients):
         step = plain_step(loop, way, client)
-        of_client = [step(*plain_batches(work, k, i, way.draws)) for i in range(CHECKED_STEPS)]
+        same = [plain_batches(work, k, i, way.draws, window=work.source.window) for i in range(CHECKED_STEPS)]
+        of_client = [step(*batches) for batches in same]
         losses.append(torch.stack(of_client))
     end_plain(work, loop)
     return torch.stack(losses, dim=1)
@@ -187,7 +194,9 @@ def time_plain(work: Workload, way: Way, count: int, options: argparse.Namespace
     def of_client(k: int) -> float:
         step = plain_step(loop, way, clients[k])
         sets = [plain_batches(work, k, i, way.draws) for i in range(options.sets)]
-        return milliseconds(lambda: [step(*b) for b in sets], work.device, options.repeat) / len(sets)
+        run = lambda: [step(*batches) for batches in sets]  # noqa: E731
+        whole = milliseconds(run, work.device, options.repeat, warm_up=lambda: step(*sets[0]))
+        return whole / len(sets)
 
     ms = statistics.mean(of_client(k) for k in range(count))
     peak = peak_gb(work.device)
@@ -208,12 +217,13 @@ def time_ours(work: Workload, way: Way, clients: int, options: argparse.Namespac
         step = our_step(method, work.loss(model), work.device)
         sets = [work.batches(list(range(clients)), i, way.draws) for i in range(options.sets)]
 
-        def run() -> None:
+        def run(batches_of_steps: list[list[Batch]] = sets) -> None:
             nonlocal state
-            for batches in sets:
+            for batches in batches_of_steps:
                 state, _ = step(state, *batches)
 
-        ms = milliseconds(run, work.device, options.repeat) / len(sets)
+        warm_up = None if work.device.type == "cuda" else lambda: run(sets[:1])
+        ms = milliseconds(run, work.device, options.repeat, warm_up=warm_up) / len(sets)
         flops = necessary_flops(model, [b for batches in sets for b in batches], way.hypergradient)
         return Timed(ms, peak_gb(work.device), clients, flops)
     finally:
@@ -371,7 +381,7 @@ def defaults(options: argparse.Namespace) -> argparse.Namespace:
     if options.small:
         models, clients, precisions, sets, plain = ["small-roberta", "small-gpt2"], [1, 2], list(DTYPES), 2, 2
     elif options.minilm:
-        models, clients, precisions, sets, plain = ["minilm"], [1, 8], ["float32"], 1, 8
+        models, clients, precisions, sets, plain = ["minilm"], [1, 8], list(DTYPES), WINDOW, 2
     else:
         models = ["roberta-base", "roberta-large", "gpt2-medium", "gpt2-xl"]
         clients, precisions, sets, plain = [1, 8, 32, 128], list(DTYPES), 1, 2

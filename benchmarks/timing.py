@@ -20,13 +20,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def milliseconds(run: Callable[[], object], device: torch.device, repeat: int, seconds: float = 4.0) -> float:
-    """The median time of `run`, warmed up: `repeat` times, or as often as fits into `seconds`.
+def milliseconds(
+    run: Callable[[], object],
+    device: torch.device,
+    repeat: int,
+    seconds: float = 4.0,
+    warm_up: Callable[[], object] | None = None,
+) -> float:
+    """The median time of `run`, warmed up by itself or `warm_up`: `repeat` times, or as often as fits into `seconds`.
 
     On CUDA by events, without waiting between one run and the next, as in training. A run that takes longer than
     `seconds` is timed once.
     """
-    run()
+    (warm_up or run)()
     synchronize(device)
     started = time.perf_counter()
     run()

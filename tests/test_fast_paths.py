@@ -79,20 +79,22 @@ def test_compiled_passes_give_the_same_run() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 @pytest.mark.parametrize("name", ["pf2lora", "homlora", "per-fedavg", "hetlora"])
-def test_a_recorded_step_gives_the_plain_steps_numbers(name: str) -> None:
+def test_recorded_steps_and_waiting_clients_give_the_plain_numbers(name: str) -> None:
+    """Plain on the device; recorded as CUDA graphs; recorded with two clients a pass and the others on the host."""
     device = torch.device("cuda")
     runs = []
-    for graphs in (False, True):
+    for graphs, per_pass in ((False, None), (True, None), (True, 2)):
         p = tiny_problem("roberta")
         assert p.model is not None
         p.model.model.to(device)  # type: ignore[arg-type]
         options = {"ranks": (2, 3, 4)} if name == "hetlora" else {}
         method = METHODS[name](p.layout, **options)
-        source = EncodedSource(p.source.data.to(device), p.source.names, 4, seed=0)  # type: ignore[attr-defined]
-        state = method.init(p.x.to(device), p.y.to(device))
-        done = [
-            each.kept()
-            for each in train(method, p.F, state, source, Schedule(3, 4), device=device, graphs=graphs)
-        ]
-        runs.append(done[-1].served.x)
+        data = p.source.data.to(device)  # type: ignore[attr-defined]
+        source = EncodedSource(data, p.source.names, 4, seed=0, alike=method.draws)
+        schedule = Schedule(3, 4, clients_per_pass=per_pass)
+        rounds = train(method, p.F, method.init(p.x, p.y), source, schedule, device=device, graphs=graphs)
+        *_, last = rounds
+        assert last.served.x.device.type == ("cuda" if per_pass is None else "cpu")
+        runs.append(last.served.x.cpu())
     torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=1e-9)
+    torch.testing.assert_close(runs[0], runs[2], rtol=0, atol=1e-9)

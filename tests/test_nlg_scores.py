@@ -92,6 +92,30 @@ def test_empty_outputs_and_line_separators_keep_their_places() -> None:
     assert java.meteor(["", "dog"], [["a cat"], ["dog", "a ||| b"]]) > 0
 
 
+@needs_java
+def test_one_meteor_serves_many_calls_with_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = java.meteor(SYSTEM, REFERENCES), java.meteor(SYSTEM[:1], REFERENCES[:1])
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        java.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1]
+    )
+    with java.one_meteor():
+        together = java.meteor(SYSTEM, REFERENCES), java.meteor(SYSTEM[:1], REFERENCES[:1])
+    assert together == alone and len(started) == 1
+    assert started[0].poll() is not None  # gone at the end
+
+
+def test_after_a_failure_another_meteor_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = tmp_path / "tries"
+    fake_java(tmp_path, monkeypatch, f"echo try >> {tries}; echo 'out of memory' >&2; exit 1")
+    with java.one_meteor():
+        for _ in range(2):
+            with pytest.raises(java.Absent, match="out of memory"):
+                java.meteor(SYSTEM, REFERENCES)
+    assert len(tries.read_text().splitlines()) == 2
+
+
 def test_nist_by_hand() -> None:
     # Over 4 reference words: info(a) = log2(4/2) = 1, info(b) = log2(4/1) = 2, info(a b) = log2(2/1) = 1.
     references = [[["a", "b", "a", "c"]]]

@@ -171,6 +171,21 @@ def test_the_same_seed_gives_the_same_run(world: World, tmp_path: Path) -> None:
     assert not all(files[0][key].equal(files[2][key]) for key in files[0])
 
 
+@pytest.mark.parametrize("method", ["pf2lora", "per-fedavg", "hetlora"])
+def test_clients_in_several_passes_end_and_score_alike(method: str, world: World) -> None:
+    whole, parts = (
+        pf2lora.federate(**world.settings(method=method, rounds=2, clients_per_pass=per_pass))["methods"][
+            method
+        ]["runs"][0]
+        for per_pass in (None, 2)
+    )
+    for a, b in zip(whole["rounds"], parts["rounds"]):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
+    assert whole["served"]["loss"]["per_client"] == pytest.approx(
+        parts["served"]["loss"]["per_client"], abs=1e-5
+    )
+
+
 def test_a_risen_loss_is_warned_of(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

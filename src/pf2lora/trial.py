@@ -192,7 +192,7 @@ def measure(
     """Every client on its own test data; `final` also does what is too costly for every round."""
     task = workload.task
     answers = task.predict(model, x, y, workload.test, final=final)
-    scores = [task.score(a, client.test) for a, client in zip(answers, workload.clients)]
+    scores = task.score_clients(answers, [client.test for client in workload.clients])
     shown = [
         [task.example(a, row) for a, row in zip(found[:EXAMPLES], client.test)]
         for found, client in zip(answers, workload.clients)

@@ -14,7 +14,9 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -38,7 +40,7 @@ def ptb_tokenize(sentences: Sequence[str]) -> list[str]:
 
     command = ["-cp", str(jar), "edu.stanford.nlp.process.PTBTokenizer"]
     command += ["-preserveLines", "-lowerCase", "-encoding", "UTF-8"]
-    with _java(command, len(sentences)) as process:
+    with _java(command) as program, program.limited(len(sentences)) as process:
         output, _ = process.communicate("".join(f"{_one_line(sentence)}\n" for sentence in sentences))
         lines = output.removesuffix("\n").split("\n")
         if process.returncode != 0 or len(lines) != len(sentences):
@@ -48,9 +50,7 @@ def ptb_tokenize(sentences: Sequence[str]) -> list[str]:
 
 def meteor(system: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     """METEOR 1.5 of the whole output (English, `-norm`), each item against its best reference."""
-    command = ["-Xmx2G", "-jar", str(_package_folder() / "meteor" / "meteor-1.5.jar")]
-    command += ["-", "-", "-stdio", "-l", "en", "-norm"]
-    with _java(command, len(system)) as process:
+    with _meteor() as program, program.limited(len(system)) as process:
         statistics = [
             _ask(process, " ||| ".join(["SCORE", *map(_field, item), _field(output)]))
             for output, item in zip(system, references, strict=True)
@@ -59,6 +59,35 @@ def meteor(system: Sequence[str], references: Sequence[Sequence[str]]) -> float:
         # One line for each item, then one for all of them together.
         lines = [first, *(_answer(process) for _ in system)]
     return float(lines[-1])
+
+
+@contextmanager
+def one_meteor() -> Iterator[None]:
+    """All calls of `meteor` inside share one process, which reads its tables once."""
+    with ExitStack() as at_the_end:
+        token = _KEPT.set(_Kept(at_the_end))
+        try:
+            yield
+        finally:
+            _KEPT.reset(token)
+
+
+@contextmanager
+def _meteor() -> Iterator[_Program]:
+    """METEOR running: the one that is kept, started at its first use, or one of its own."""
+    command = ["-Xmx2G", "-jar", str(_package_folder() / "meteor" / "meteor-1.5.jar")]
+    command += ["-", "-", "-stdio", "-l", "en", "-norm"]
+    kept = _KEPT.get()
+    if kept is None:
+        with _java(command) as program:
+            yield program
+        return
+    kept.program = kept.program or kept.at_the_end.enter_context(_java(command))
+    try:
+        yield kept.program
+    except Absent:
+        kept.program = None  # the next call starts another
+        raise
 
 
 def _package_folder() -> Path:
@@ -99,16 +128,54 @@ def _pipe(stream: IO[str] | None) -> IO[str]:
     return stream
 
 
+@dataclass(frozen=True)
+class _Program:
+    """A running Java program and where it complains."""
+
+    process: subprocess.Popen[str]
+    complaints: IO[str]
+
+    @contextmanager
+    def limited(self, lines: int) -> Iterator[subprocess.Popen[str]]:
+        """`Absent`, with the reason, where it fails or does not answer so many lines in time."""
+        limit = START_SECONDS + SECONDS_PER_LINE * lines
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            _kill(self.process)
+
+        timer = threading.Timer(limit, expire)
+        timer.start()
+        try:
+            yield self.process
+        except Absent as reason:
+            if expired.is_set():
+                raise Absent(f"Java gave no answer within {limit:.0f} s") from None
+            raise Absent(f"{reason}{_last_line(self.complaints)}") from None
+        finally:
+            timer.cancel()
+
+
+@dataclass
+class _Kept:
+    """METEOR's process inside `one_meteor`, once it runs, and what ends it."""
+
+    at_the_end: ExitStack
+    program: _Program | None = None
+
+
+_KEPT: ContextVar[_Kept | None] = ContextVar("kept", default=None)
+
+
 @contextmanager
-def _java(arguments: list[str], lines: int) -> Iterator[subprocess.Popen[str]]:
-    """A running Java program, which is surely gone afterwards; `Absent` where there is no Java or it hangs."""
+def _java(arguments: list[str]) -> Iterator[_Program]:
+    """A running Java program, which is surely gone afterwards; `Absent` where there is no Java."""
     java = shutil.which("java")
     if java is None:
         raise Absent(
             "needs Java, and there is no 'java' on the PATH (Debian: apt install default-jre-headless)"
         )
-    limit = START_SECONDS + SECONDS_PER_LINE * lines
-    expired = threading.Event()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
         process = subprocess.Popen(
             [java, "-Dfile.encoding=UTF-8", *arguments],
@@ -119,21 +186,9 @@ def _java(arguments: list[str], lines: int) -> Iterator[subprocess.Popen[str]]:
             errors="replace",
             start_new_session=True,  # so that what a wrapper script starts can be ended with it
         )
-
-        def expire() -> None:
-            expired.set()
-            _kill(process)
-
-        timer = threading.Timer(limit, expire)
-        timer.start()
         try:
-            yield process
-        except Absent as reason:
-            if expired.is_set():
-                raise Absent(f"Java gave no answer within {limit:.0f} s") from None
-            raise Absent(f"{reason}{_last_line(complaints)}") from None
+            yield _Program(process, complaints)
         finally:
-            timer.cancel()
             _kill(process)
             process.communicate()  # waits, and closes the pipes
 

@@ -73,6 +73,12 @@ class Task(ABC, Generic[Row, Prediction]):
     def score(self, predictions: Sequence[Prediction], rows: Sequence[Row]) -> Scores:
         """One client's scores."""
 
+    def score_clients(
+        self, predictions: Sequence[Sequence[Prediction]], clients: Sequence[Sequence[Row]]
+    ) -> list[Scores]:
+        """Every client's scores."""
+        return [self.score(found, rows) for found, rows in zip(predictions, clients)]
+
     def describe(self, rows: Sequence[Row]) -> dict[str, int]:
         """How many rows of each kind (label, topic, …) there are, for the report."""
         return {}

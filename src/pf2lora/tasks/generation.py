@@ -30,6 +30,7 @@ from pf2lora.data.batches import Batch, Encoded
 from pf2lora.data.prompts import PromptRow
 from pf2lora.errors import UserError, unknown
 from pf2lora.metrics import nlg
+from pf2lora.metrics.java import one_meteor
 from pf2lora.models import load_model
 from pf2lora.tasks.base import Example, Examples, Metric, Scores, Task, pad_columns, predict_rows
 
@@ -291,6 +292,12 @@ class Generation(Task[PromptRow, Continuation]):
         return predict_rows(answer, x, y, prompts, self.generation_batch, self.clients_per_pass)
 
     # --- scores ------------------------------------------------------------------------------------------
+
+    def score_clients(
+        self, predictions: Sequence[Sequence[Continuation]], clients: Sequence[Sequence[PromptRow]]
+    ) -> list[Scores]:
+        with one_meteor():
+            return super().score_clients(predictions, clients)
 
     def score(self, predictions: Sequence[Continuation], rows: Sequence[PromptRow]) -> Scores:
         """Loss and perplexity; with generated text, the text metrics too (None: noted why)."""
