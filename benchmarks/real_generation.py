@@ -80,16 +80,22 @@ def main() -> None:
         scores=given.dataset,
         generation_batch=given.generation_batch,
     )
-    result = run(task, clients, given, lambda prediction: prediction.text)
-    result["dataset"], result["notes"] = given.dataset, notes + result["notes"]
-    result["settings"] |= {"max_length": given.max_length, "decoding": decoding.__dict__}
-    result["items"] = [[{"prompt": r.prompt, "references": r.targets} for r in c.test] for c in clients]
+    result = run(
+        task,
+        clients,
+        given,
+        lambda prediction: prediction.text,
+        dataset=given.dataset,
+        notes=notes,
+        max_length=given.max_length,
+        decoding=decoding.__dict__,
+        items=[[{"prompt": r.prompt, "references": r.targets} for r in c.test] for c in clients],
+    )
     print_table(result)
     for k, client in enumerate(clients[:3]):
         print(f"\n{client.name}: {client.test[0].prompt}\n  reference: {client.test[0].targets[0]}")
         for method, found in result["methods"].items():
             print(f"  {method}: {found['outputs'][k][0]}")
-    write(result, given.out)
 
 
 if __name__ == "__main__":

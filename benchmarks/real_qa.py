@@ -5,7 +5,7 @@ PYTHONPATH=src python benchmarks/real_qa.py --model carry/minilm --out qa.json
 
 from __future__ import annotations
 
-from real_runs import few, parser, print_table, run, write
+from real_runs import few, parser, print_table, run
 
 from pf2lora.data.squad import load_squad
 from pf2lora.models import load_tokenizer
@@ -46,12 +46,10 @@ if __name__ == "__main__":
         no_answers=not given.answerable,
         reading=Reading(stride=given.stride),
     )
-    result = run(task, clients, given, lambda answer: answer.text)
-    result["notes"] = notes + result["notes"]
-    result["questions"] = [[(r.question, r.answers) for r in c.test] for c in clients]
+    questions = [[(r.question, r.answers) for r in c.test] for c in clients]
+    result = run(task, clients, given, lambda answer: answer.text, notes=notes, questions=questions)
     print_table(result)
     for method, found in result["methods"].items():
         print(f"\n{method}:")
         for answer, row in list(zip(found["outputs"][0], clients[0].test))[:5]:
             print(f"  {row.question}  →  {answer!r}  (gold: {list(dict.fromkeys(row.answers)) or 'none'})")
-    write(result, given.out)

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import machine, versions
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from pf2lora.adapters import AdapterSpec, TwoLevelModel
-from pf2lora.data.batches import EncodedSource
+from pf2lora.config import Config
 from pf2lora.data.client import Client
 from pf2lora.engines.local import Schedule, train
 from pf2lora.method import State
 from pf2lora.methods import METHODS
 from pf2lora.tasks.base import Task
+from pf2lora.trial import source_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def train_method(
     rates = {"lr": s.lr} | ({"client_lr": s.client_lr} if method_type.two_level else {})
     method = method_type(model.x, **rates)  # type: ignore[arg-type]
     x, y = (t.to(s.device) for t in model.initial(s.seed, names))
-    source = EncodedSource(encoded, names, s.batch_size, s.seed)
+    source = source_of(Config(batch_size=s.batch_size), encoded, names, s.seed, method.draws)
     schedule = Schedule(s.rounds, s.steps, seed=s.seed)
     losses, started = [], time.perf_counter()
     loss = partial(task.loss, model)
@@ -115,13 +117,22 @@ def run(
     clients: Sequence[Client[Any]],
     given: argparse.Namespace,
     outputs: Callable[[Any], str],
+    **about: Any,
 ) -> dict[str, Any]:
-    """Every method: served scores after the last round. `outputs` is the text of a prediction, which is kept."""
+    """Every method: served scores after the last round, written after each. `outputs` is the text of a prediction,
+    which is kept; `about` goes into the file as it is."""
     s = settings(given)
     base = task.load_model(str(given.model), getattr(torch, s.precision))
     base.to(s.device)  # type: ignore[arg-type]
     test = task.encode([client.test for client in clients], training=False).to(torch.device(s.device))
     found: dict[str, Any] = {}
+    result = {
+        "settings": s.__dict__ | {"model": given.model.name, "versions": versions("torch", "transformers")},
+        "machine": machine(torch.device(s.device)),
+        "clients": [{"name": c.name, "train": len(c.train), "test": len(c.test)} for c in clients],
+        "methods": found,
+        **about,
+    }
     for name in given.methods:
         model, served, losses, seconds = train_method(name, base, task, clients, s)
         started = time.perf_counter()
@@ -137,12 +148,9 @@ def run(
             "outputs": [[outputs(p) for p in client] for client in predictions],
         }
         model.remove()
-    return {
-        "settings": s.__dict__ | {"model": given.model.name, "torch": torch.__version__},
-        "clients": [{"name": c.name, "train": len(c.train), "test": len(c.test)} for c in clients],
-        "notes": task.notes,
-        "methods": found,
-    }
+        result["notes"] = [*about.get("notes", []), *task.notes]
+        write(result, given.out)
+    return result
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -163,4 +171,3 @@ def print_table(result: dict[str, Any]) -> None:
 def write(result: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf8")
-    print(path)

@@ -1,0 +1,133 @@
+"""200 steps of a real task with all fast paths on, beside the plain path.
+
+SST-2, PF2LoRA. The plain path is float32, the exact hypergradient, every step as it is written. The fast ones are the
+difference hypergradient, recorded steps and (on CUDA) compiled passes, in float32 and in bfloat16. All see the same
+rows in the same order. Reported: how far the loss curves part, and the served accuracy over the seeds of either path.
+
+PYTHONPATH=src python benchmarks/fast_paths.py --model carry/mpnet --json fast_paths.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import transformers
+from timing import machine, versions
+
+from pf2lora import trial as trials
+from pf2lora.config import Config
+from pf2lora.data.spec import DataSpec
+from pf2lora.engines.local import train
+from pf2lora.experiment import prepare
+
+PATHS: dict[str, dict[str, Any]] = {
+    "plain": {"precision": "float32", "hypergradient": "exact", "graphs": False, "compile": False},
+    "fast, float32": {"precision": "float32", "hypergradient": "difference", "graphs": True},
+    "fast": {"precision": "bfloat16", "hypergradient": "difference", "graphs": True},
+}
+
+
+def run(workload: trials.Workload, seed: int) -> dict[str, Any]:
+    """Every step's loss, averaged over the clients, and the served accuracy at the end."""
+    trial = trials.set_up(workload, "pf2lora", seed)
+    config = workload.config
+    started, losses = time.perf_counter(), []
+    rounds = train(
+        trial.method,
+        trial.F,
+        trial.state,
+        trial.source,
+        trials.schedule_of(config, seed),
+        device=workload.device,
+        graphs=config.graphs,
+    )
+    for done in rounds:
+        losses += done.report.loss.mean(1).tolist()
+    seconds = time.perf_counter() - started
+    scores = trials.evaluate(workload, trial.model, done.served.x, done.served.y)
+    trial.model.remove()
+    per_client = scores["accuracy"]
+    return {
+        "seed": seed,
+        "losses": losses,
+        "accuracy": statistics.mean(v for v in per_client if v is not None),
+        "per_client": per_client,
+        "seconds": round(seconds, 1),
+    }
+
+
+def partings(one: list[float], other: list[float]) -> tuple[float, float]:
+    """The largest difference of two loss curves, and the mean difference."""
+    differences = [abs(a - b) for a, b in zip(one, other)]
+    return max(differences), statistics.mean(differences)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", default="/work/shared/data/glue_sst2", help="folder of GLUE's SST-2")
+    parser.add_argument("--model", required=True, help="a model folder (benchmarks/models.py makes them)")
+    parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=list(PATHS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--heterogeneity", type=float, default=0.5)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--client-lr", type=float, default=0.03)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--json", type=Path, help="write everything here, after each run")
+    given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    base = Config(
+        model=given.model,
+        method=("pf2lora",),
+        rounds=given.rounds,
+        lr=given.lr,
+        client_lr=given.client_lr,
+        compile=not given.no_compile,
+        data=DataSpec(
+            dataset="sst2", data_dir=given.data, num_clients=given.clients, heterogeneity=given.heterogeneity
+        ),
+    )
+    found: dict[str, list[dict[str, Any]]] = {}
+    settings = {k: str(v) for k, v in vars(given).items()}
+    for path in given.paths:
+        workload = prepare(replace(base, **PATHS[path]))
+        settings |= {"machine": machine(workload.device), "versions": versions("torch", "transformers")}
+        for seed in range(given.seeds):
+            one = run(workload, seed)
+            found.setdefault(path, []).append(one)
+            beside = found.get("plain", [])[seed : seed + 1]
+            apart = (
+                ""
+                if path == "plain" or not beside
+                else (
+                    "; losses apart by {:.1e} at most, {:.1e} on average".format(
+                        *partings(beside[0]["losses"], one["losses"])
+                    )
+                )
+            )
+            first, last = one["losses"][0], statistics.mean(one["losses"][-10:])
+            print(
+                f"{path}, seed {seed}: loss {first:.4f} → {last:.4f} (the last 10 steps), accuracy "
+                f"{one['accuracy']:.4f}, {one['seconds']} s{apart}",
+                flush=True,
+            )
+            if given.json:
+                given.json.write_text(json.dumps({"settings": settings, "paths": found}, indent=1) + "\n")
+        del workload
+        gc.collect()
+    for path, runs in found.items():
+        scores = [one["accuracy"] for one in runs]
+        print(f"{path}: accuracy {statistics.mean(scores):.4f}, from {min(scores):.4f} to {max(scores):.4f}")
+    print(f"{settings['machine']}; {settings['versions']}")
+
+
+if __name__ == "__main__":
+    main()
