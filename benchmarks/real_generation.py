@@ -3,17 +3,18 @@
 PYTHONPATH=src python benchmarks/real_generation.py e2e --model carry/smollm2 --out e2e.json
 
 A machine without Java or the extra `nlg` leaves scores out; the outputs are in the JSON file, so another machine can
-add them: `python benchmarks/real_generation.py --rescore e2e.json`.
+add them: `python benchmarks/real_generation.py --rescore e2e.json [--summary FILE]`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from real_runs import few, mean_scores, parser, print_table, run, write
+from real_runs import few, mean_scores, parser, print_table, run, without_texts, write
 
 from pf2lora.data.client import Client
 from pf2lora.data.e2e import load_e2e
@@ -30,7 +31,7 @@ def load(name: str, data: Path, notes: list[str]) -> list[Client[PromptRow]]:
     return load_e2e(data / "e2e") if name == "e2e" else load_webnlg(data / "webnlg2017", notes=notes)
 
 
-def rescore(file: Path) -> None:
+def rescore(file: Path, summary: Path | None) -> None:
     """Add the text scores that the machine of the run could not compute."""
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf8"))
     scorer, names = SCORERS[result["dataset"]]
@@ -47,6 +48,8 @@ def rescore(file: Path) -> None:
     result["notes"] += [f"no {name}: {reason}" for name, reason in absent.items()]
     print_table(result)
     write(result, file)
+    if summary:
+        write(without_texts(result), summary)
 
 
 def main() -> None:
@@ -100,6 +103,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--rescore" in sys.argv:
-        rescore(Path(sys.argv[sys.argv.index("--rescore") + 1]))
+        only = argparse.ArgumentParser(description=__doc__)
+        only.add_argument("--rescore", type=Path, required=True)
+        only.add_argument("--summary", type=Path)
+        given = only.parse_args()
+        rescore(given.rescore, given.summary)
     else:
         main()

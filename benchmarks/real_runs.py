@@ -54,6 +54,7 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     )
     options.add_argument("--methods", nargs="+", default=["homlora", "pf2lora"], choices=list(METHODS))
     options.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    options.add_argument("--summary", type=Path, help="also write the figures without the texts here")
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
     options.add_argument("--clients", type=int, default=None, help="only the first so many clients")
@@ -150,6 +151,8 @@ def run(
         model.remove()
         result["notes"] = [*about.get("notes", []), *task.notes]
         write(result, given.out)
+        if given.summary:
+            write(without_texts(result), given.summary)
     return result
 
 
@@ -166,6 +169,15 @@ def print_table(result: dict[str, Any]) -> None:
         print(f"| {name} | " + " | ".join([*shown, losses, seconds]) + " |")
     for note in result["notes"]:
         print(f"note: {note}")
+
+
+def without_texts(result: dict[str, Any]) -> dict[str, Any]:
+    """The result as `benchmarks/results/` keeps it: every figure, and none of the data's texts."""
+    methods = {
+        name: {k: v for k, v in found.items() if k != "outputs"} for name, found in result["methods"].items()
+    }
+    kept = {k: v for k, v in result.items() if k not in ("items", "questions")}
+    return kept | {"methods": methods}
 
 
 def write(result: dict[str, Any], path: Path) -> None:
