@@ -115,8 +115,8 @@ def build_method(way: Way, model: TwoLevelModel) -> Method:
 def our_step(method: Method, F: Loss, device: torch.device) -> Step:
     """This project's step, `(state, *batches) -> (state, report)`."""
 
-    stepper = make_stepper(method, F, device)
-    return lambda state, *batches: stepper(state, batches)
+    stepper = make_stepper(F, device)
+    return lambda state, *batches: stepper(method, state, batches)
 
 
 def plain_clients(

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unknown hypergradient": (
         lambda: PF2LoRA(LAYOUT, hypergradient="exakt"),
-        r"unknown hypergradient 'exakt'; did you mean 'exact'\? \(valid: exact, difference, none\)",
+        r"unknown hypergradient 'exakt'; did you mean 'exact'\? \(valid: exact, difference, none, auto\)",
     ),
     "the same in Per-FedAvg": (
         lambda: PerFedAvg(LAYOUT, hypergradient="first"),

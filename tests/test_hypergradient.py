@@ -150,27 +150,28 @@ def test_the_reported_share_is_the_second_order_terms_part_of_the_norm(point: tu
 
 def test_difference_approaches_exact_as_its_step_falls(point: tuple[Tensor, Tensor]) -> None:
     pi, zeta = batches(2)
-    v = normal(M, Q, seed=3)
+    v, small = normal(M, Q, seed=3), 1e-6  # α is the least step: here the shift alone decides
     for last in (pi, zeta):
-        truth = exact(curved, *point, ALPHA, pi, last).second_order(v)  # type: ignore[misc]
-        errors = [
-            (difference(curved, *point, ALPHA, pi, last, step=step).second_order(v) - truth)
-            .abs()
-            .max()
-            .item()  # type: ignore[misc]
-            for step in (1e-1, 1e-2, 1e-3, 1e-4)
-        ]
+        truth = exact(curved, *point, small, pi, last).second_order(v)  # type: ignore[misc]
+        errors = []
+        for step in (1e-1, 1e-2, 1e-3, 1e-4):
+            found = difference(curved, *point, small, pi, last, step * v.norm(dim=1, keepdim=True))
+            errors.append(float((found.second_order(v) - truth).abs().max()))  # type: ignore[misc]
         for larger, smaller in itertools.pairwise(errors):
             assert smaller == pytest.approx(larger / 10, rel=0.5)  # first order in the step
         assert errors[-1] < 1e-3 * truth.abs().max()
 
 
-def test_differences_step_is_alpha_unless_told(point: tuple[Tensor, Tensor]) -> None:
+def test_differences_step_is_alpha_unless_that_is_too_short(point: tuple[Tensor, Tensor]) -> None:
     (pi,) = batches(1)
     v = normal(M, Q, seed=3)
     default = difference(curved, *point, ALPHA, pi, pi).second_order(v)  # type: ignore[misc]
-    named = difference(curved, *point, ALPHA, pi, pi, step=ALPHA).second_order(v)  # type: ignore[misc]
-    assert torch.equal(default, named)
+    size = v.norm(dim=1, keepdim=True)
+    for shift, same in ((0.5 * ALPHA * size, True), (3 * ALPHA * size, False)):
+        found = difference(curved, *point, ALPHA, pi, pi, shift).second_order(v)  # type: ignore[misc]
+        assert torch.allclose(found, default, rtol=1e-12, atol=0) is same
+    nothing = difference(curved, *point, ALPHA, pi, pi, size).second_order(torch.zeros_like(v))  # type: ignore[misc]
+    assert not nothing.any()
 
 
 @pytest.mark.parametrize("kind", ["roberta", "gpt2"])

@@ -49,7 +49,7 @@ class Config:
     lr: float = setting(1e-3, "learning rate of the common adapter (AdamW)")
     client_lr: float = setting(0.03, "learning rate of the client's own adapter (SGD)")
     weight_decay: float = setting(0.01, "AdamW's weight decay")
-    hypergradient: str = setting("difference", "second-order term: exact, difference or none")
+    hypergradient: str = setting("difference", "second-order term: exact, difference, none or auto")
     batches: int = setting(2, "independent batches per PF2LoRA step: 2 or 4")
     zeta_size: int | None = setting(None, "examples used for the second-order term (default: the batch)")
     scaling: float = setting(1.0, "s, the common adapter's scaling (lora_alpha / r)")

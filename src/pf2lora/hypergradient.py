@@ -26,7 +26,9 @@ class Lower(NamedTuple):
     second_order: Callable[[Tensor], Tensor] | None  # v ↦ α ∇_xy F(x, y; ζ) · v
 
 
-def exact(F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any) -> Lower:
+def exact(
+    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, shift: Tensor | None = None
+) -> Lower:
     """Double backward. Where ζ is π, the graph of the lower level's own gradient is differentiated again."""
 
     def lower_gradient(batch: Any, graph: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,14 +50,13 @@ def exact(F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any) -> Lo
 
 
 def difference(
-    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, *, step: float | None = None
+    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, shift: Tensor | None = None
 ) -> Lower:
-    """`α ∇_xy F · v ≈ (α/ε) (∇_x F(x, y; ζ) − ∇_x F(x, y − εv; ζ))` with ε = α unless `step` says otherwise.
+    """`α ∇_xy F · v ≈ (α/ε) (∇_x F(x, y; ζ) − ∇_x F(x, y − εv; ζ))` with ε = α, or larger where ‖εv‖ is under `shift`.
 
     Ordinary gradients only: any attention kernel, any quantised base. Where ζ is π the first of the two is
     at hand, and a whole local step is three gradients.
     """
-    epsilon = alpha if step is None else step
     x_, y_ = variable(x), variable(y)
     loss = F(x_, y_, pi)
     gx_pi, g_pi = gradients(loss, x_, y_)
@@ -65,15 +66,20 @@ def difference(
         return gradients(F(x_, y_at, batch), x_)[0]
 
     def second_order(v: Tensor) -> Tensor:
-        if epsilon == 0.0:
+        if alpha == 0.0:
             return torch.zeros_like(x)
         here = gx_pi if zeta is pi else gradient_x(y, zeta)
+        if shift is None:
+            return here - gradient_x(y - alpha * v, zeta)
+        epsilon = (shift / v.norm(dim=1, keepdim=True).clamp_min(1e-30)).clamp_min(alpha)
         return (here - gradient_x(y - epsilon * v, zeta)) * (alpha / epsilon)
 
     return Lower(loss.detach(), g_pi, second_order)
 
 
-def none(F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any) -> Lower:
+def none(
+    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, shift: Tensor | None = None
+) -> Lower:
     """Leave the second-order term out: two gradients a step."""
     y_ = variable(y)
     loss = F(x, y_, pi)
@@ -100,10 +106,22 @@ class Hyper(NamedTuple):
 
 
 def bilevel(
-    F: Loss, x: Tensor, y: Tensor, alpha: float, mode: str, pi: Any, xi: Any, xi_tilde: Any, zeta: Any
+    F: Loss,
+    x: Tensor,
+    y: Tensor,
+    alpha: float,
+    mode: str,
+    pi: Any,
+    xi: Any,
+    xi_tilde: Any,
+    zeta: Any,
+    shift: Tensor | None = None,
 ) -> Hyper:
-    """Lines 5 and 6 of Algorithm 1, up to the optimizer of x."""
-    lower = lower_level(mode)(F, x, y, alpha, pi, zeta)
+    """Lines 5 and 6 of Algorithm 1, up to the optimizer of x.
+
+    `shift (M, 1)` is how far y must move for a difference of two gradients to stand out of their rounding.
+    """
+    lower = lower_level(mode)(F, x, y, alpha, pi, zeta, shift)
     y_next = y - alpha * lower.gradient  # line 5
     x_, y_ = variable(x), variable(y_next)
     if xi_tilde is xi:

@@ -97,6 +97,10 @@ class Method(ABC):
         """The state before the first step."""
         return State(x, y, no_moments(x))
 
+    def at_work(self, s: State) -> list[Method]:
+        """What each client does its next round with: this, unless its state asks for something else."""
+        return [self] * s.x.shape[0]
+
     @abstractmethod
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
         """One local iteration of every client."""

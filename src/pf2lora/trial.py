@@ -22,12 +22,13 @@ from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.errors import UserError, unknown
 from pf2lora.method import Loss, Method, State, over_tensors, take
 from pf2lora.methods import METHODS
+from pf2lora.methods.bilevel import AUTO, ROUNDOFF, Bilevel
 from pf2lora.methods.hetlora import initial_ranks
 from pf2lora.randomness import participants
 from pf2lora.ranks import client_share, learned_ranks
 from pf2lora.tasks.base import Example, Task
 
-DERIVED = {"layout", "ranks"}  # fields of a method that follow from the model and the clients
+DERIVED = {"layout", "ranks", "precision"}  # fields of a method that follow from the model and the clients
 WINDOW = 16  # batches among which rows are shared out by length
 FEW_LENGTHS = 32  # what a batch's length is rounded up to where each length is recorded or compiled
 EXAMPLES = 3  # answers of each client that a report shows
@@ -119,6 +120,8 @@ def build_method(config: Config, name: str, model: TwoLevelModel, clients: int) 
         r_max = model.spec.rank
         r_min = settings.setdefault("r_min", min(config.rank, r_max))
         settings["ranks"] = tuple(initial_ranks(clients, r_min, r_max))
+    if issubclass(kind, Bilevel):
+        settings["precision"] = config.precision
     return kind(model.x, **settings)
 
 
@@ -278,7 +281,12 @@ def run(
         "flops_per_round": flops,
         "seconds": seconds,
         "peak_memory_bytes": costs.peak_memory(workload.device),
-        "warnings": [*workload.notes, *workload.task.notes, *warnings(workload, rounds, still.tolist())],
+        "warnings": [
+            *workload.notes,
+            *workload.task.notes,
+            *what_auto_did(method, rounds),
+            *warnings(workload, rounds, still.tolist()),
+        ],
     }
     common = None if not method.federated and not method.pooled else common_vector(trial, done)
     return Outcome(record, x, y, common, trial.model, examples)
@@ -295,7 +303,8 @@ def count_flops(trial: Trial, schedule: Schedule) -> float:
     """Operations of a whole round of all clients, from one counted step of one client."""
     first = [trial.source.draw([0], [d]) for d in range(trial.method.draws)]
     one = over_tensors(lambda t: t.to(trial.workload.device), take(trial.state, [0]))
-    counted = costs.flops_of_step(trial.method, trial.F, one, first)
+    (at_work,) = trial.method.at_work(one)
+    counted = costs.flops_of_step(at_work, trial.F, one, first)
     return counted * schedule.steps * clients_per_round(trial)
 
 
@@ -353,6 +362,19 @@ def summary(workload: Workload, scores: dict[str, list[float | None]] | None) ->
         return None
     metrics = workload.task.metrics
     return {name: over_clients(values, metrics[name].higher_is_better) for name, values in scores.items()}
+
+
+def what_auto_did(method: Method, rounds: list[dict[str, Any]]) -> list[str]:
+    """One line on where the second-order term was left out, if that was asked for."""
+    if not isinstance(method, Bilevel) or method.hypergradient != AUTO:
+        return []
+    taken = sum(loss is not None for r in rounds for loss in r["train_loss"])
+    shares = [share for r in rounds for share in r["second_order_share"] or () if share is not None]
+    return [
+        f"second order (auto): left out in {taken - len(shares)} of {taken} client-rounds; where it was measured it "
+        f"was {max(shares):.1e} of the hypergradient at most, and {method.precision} resolves "
+        f"{ROUNDOFF[method.precision]:.1e}"
+    ]
 
 
 def warnings(workload: Workload, rounds: list[dict[str, Any]], still: list[bool]) -> list[str]:

@@ -92,14 +92,14 @@ def local_steps(
 
     A site of a federation calls this with one client, the local engine with as many as it trains at once.
     """
-    step = stepper or PlainStepper(method, F)
+    step = stepper or PlainStepper(F)
     reports = []
     for i in range(steps):
         batches = [
             source.draw(clients, [(done + i) * method.draws + d for done in first_step])
             for d in range(method.draws)
         ]
-        state, report = step(state, batches)
+        state, report = step(method, state, batches)
         reports.append(report)
         on_step(len(clients))
     losses = torch.stack([r.loss for r in reports])
@@ -108,6 +108,28 @@ def local_steps(
     losses[-1] = losses[-1].masked_fill(lost, torch.nan)
     shares = [r.second_order for r in reports if r.second_order is not None]
     return step.keep(state), Report(losses, torch.stack(shares) if shares else None)
+
+
+def passes(
+    method: Method, state: State, clients: Sequence[int], per_pass: int
+) -> Iterator[tuple[Method, list[int]]]:
+    """Who trains together: clients whose rounds are done with the same method, as many at a time as fit."""
+    at_work = dict(zip(clients, method.at_work(take(state, clients))))
+    for kind in dict.fromkeys(at_work.values()):
+        alike = [k for k in clients if at_work[k] is kind]
+        for i in range(0, len(alike), per_pass):
+            yield kind, alike[i : i + per_pass]
+
+
+def joined(reports: Sequence[Report], order: Sequence[int]) -> Report:
+    """The reports of several passes as one on the host, clients in `order`; a share that was not computed is nan."""
+    losses = torch.cat([r.loss for r in reports], dim=1)[:, list(order)].cpu()
+    if all(r.second_order is None for r in reports):
+        return Report(losses)
+    shares = [
+        torch.full_like(r.loss, torch.nan) if r.second_order is None else r.second_order for r in reports
+    ]
+    return Report(losses, torch.cat(shares, dim=1)[:, list(order)].cpu())
 
 
 def check_finite(losses: Tensor, names: Sequence[str], round_number: int) -> None:
@@ -143,17 +165,16 @@ def train(
     home = torch.device(device if per_pass >= clients else "cpu")  # waiting clients stay off the device
     state = over_tensors(lambda t: t.to(home, copy=True), state)
     served = state
-    stepper = make_stepper(method, F, device, graphs=graphs)
+    stepper = make_stepper(F, device, graphs=graphs)
     steps_done = [0] * clients
     for number in range(1, schedule.rounds + 1):
         started = time.perf_counter()
         over_tensors(lambda own, new: own if own is new else own.copy_(new), state, served)
         chosen = participants(schedule.seed, number, clients, schedule.participation)
-        reports = []
-        for i in range(0, len(chosen), per_pass):
-            together = chosen[i : i + per_pass]
+        reports, order = [], []
+        for at_work, together in passes(method, state, chosen, per_pass):
             part, report = local_steps(
-                method,
+                at_work,
                 F,
                 over_tensors(lambda t: t.to(device), take(state, together)),
                 source,
@@ -165,10 +186,9 @@ def train(
             )
             put(state, together, part)
             reports.append(report)
-        shares = [r.second_order for r in reports if r.second_order is not None]
-        losses = torch.cat([r.loss for r in reports], dim=1).cpu()
-        report = Report(losses, torch.cat(shares, dim=1).cpu() if shares else None)
-        check_finite(losses, [source.names[k] for k in chosen], number)
+            order += together
+        report = joined(reports, [order.index(k) for k in chosen])
+        check_finite(report.loss, [source.names[k] for k in chosen], number)
         leaving = take(state, chosen)
         stays, sent = method.send(leaving)
         weights = merge_weights([source.sizes[k] for k in chosen], schedule.weighting)

@@ -25,7 +25,7 @@ WARM_UP = 3  # steps before a recording: libraries set up their workspaces in th
 class Stepper(Protocol):
     """One local step of every client. The state it returns is valid until the next call."""
 
-    def __call__(self, state: State, batches: Sequence[Any]) -> tuple[State, Report]: ...
+    def __call__(self, method: Method, state: State, batches: Sequence[Any]) -> tuple[State, Report]: ...
 
     def keep(self, state: State) -> State:
         """The state as one's own, which no later step writes over."""
@@ -36,11 +36,10 @@ class Stepper(Protocol):
 class PlainStepper:
     """The method's own step."""
 
-    method: Method
     F: Loss
 
-    def __call__(self, state: State, batches: Sequence[Any]) -> tuple[State, Report]:
-        return self.method.step(self.F, state, *batches)
+    def __call__(self, method: Method, state: State, batches: Sequence[Any]) -> tuple[State, Report]:
+        return method.step(self.F, state, *batches)
 
     def keep(self, state: State) -> State:
         return state
@@ -66,33 +65,32 @@ class Recording:
 
 @dataclass
 class GraphStepper:
-    """Replays the step as a CUDA graph, one recording per shape of its batches.
+    """Replays the step as a CUDA graph, one recording per method and shape of its batches.
 
     Where recording fails (an operation that waits for the device), it says so once and goes on plainly.
     """
 
-    method: Method
     F: Loss
     recordings: dict[Any, Recording] = field(default_factory=dict)
     plain: bool = False
 
-    def __call__(self, state: State, batches: Sequence[Any]) -> tuple[State, Report]:
+    def __call__(self, method: Method, state: State, batches: Sequence[Any]) -> tuple[State, Report]:
         if self.plain:
-            return self.method.step(self.F, state, *batches)
-        shape = signature(state, batches)
-        if shape not in self.recordings:
+            return method.step(self.F, state, *batches)
+        key = method, signature(state, batches)
+        if key not in self.recordings:
             try:
-                self.recordings[shape] = self.record(state, batches)
+                self.recordings[key] = self.record(method, state, batches)
             except RuntimeError as error:
                 logger.warning("steps run without a CUDA graph: %s", str(error).splitlines()[0])
                 self.plain = True
-                return self.method.step(self.F, state, *batches)
-        return self.recordings[shape].play(state, batches)
+                return method.step(self.F, state, *batches)
+        return self.recordings[key].play(state, batches)
 
     def keep(self, state: State) -> State:
         return over_tensors(torch.clone, state)
 
-    def record(self, state: State, batches: Sequence[Batch]) -> Recording:
+    def record(self, method: Method, state: State, batches: Sequence[Batch]) -> Recording:
         """Run the step a few times aside, then record it; the new state is written over the old."""
         place = over_tensors(torch.clone, state)
         held = [own_copy(batch) for batch in batches]
@@ -100,11 +98,11 @@ class GraphStepper:
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside), no_mask_while_recording():  # a compiled model is compiled here
             for _ in range(WARM_UP):
-                self.method.step(self.F, place, *held)
+                method.step(self.F, place, *held)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with no_mask_while_recording(), torch.cuda.graph(graph, pool=self.pool()):
-            after, report = self.method.step(self.F, place, *held)
+            after, report = method.step(self.F, place, *held)
             over_tensors(lambda old, new: old.copy_(new), place, after)
         return Recording(graph, held, place, report)
 
@@ -149,8 +147,6 @@ def signature(state: State, batches: Sequence[Batch]) -> Any:
     return state.x.shape, shapes
 
 
-def make_stepper(method: Method, F: Loss, device: torch.device | str, *, graphs: bool = True) -> Stepper:
+def make_stepper(F: Loss, device: torch.device | str, *, graphs: bool = True) -> Stepper:
     """Recorded on a CUDA device, plain elsewhere and where `graphs` is off."""
-    return (
-        GraphStepper(method, F) if graphs and torch.device(device).type == "cuda" else PlainStepper(method, F)
-    )
+    return GraphStepper(F) if graphs and torch.device(device).type == "cuda" else PlainStepper(F)

@@ -47,7 +47,7 @@ class Worker:
 
     def __init__(self, work: SiteWork, folder: StateFolder, steps: int, dtype: torch.dtype) -> None:
         self.work, self.folder, self.steps, self.dtype = work, folder, steps, dtype
-        self.stepper = make_stepper(work.method, work.F, work.initial.x.device, graphs=work.graphs)
+        self.stepper = make_stepper(work.F, work.initial.x.device, graphs=work.graphs)
         self.latest: Saved | None = None  # the newest state on disk, to spare a read
 
     def answer(self, data: bytes) -> bytes:
@@ -81,8 +81,9 @@ class Worker:
         answer: dict[str, Any] = {"kind": "update", "round": number}
         if fields.get("measure_served"):
             answer["served"] = work.measure(state, number - 1)
+        (at_work,) = work.method.at_work(state)
         state, report = local_steps(
-            work.method, work.F, state, work.source, [0], [done], self.steps, stepper=self.stepper
+            at_work, work.F, state, work.source, [0], [done], self.steps, stepper=self.stepper
         )
         check_finite(report.loss.cpu(), [work.site], number)
         answer |= {"steps": self.steps, "loss": float(report.loss.sum())}

@@ -8,28 +8,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pf2lora.hypergradient import bilevel, lower_level
-from pf2lora.method import Loss, Method, Report, State, gradients, variable
+from pf2lora.hypergradient import bilevel
+from pf2lora.method import Loss, Report, State, gradients, variable
+from pf2lora.methods.bilevel import Bilevel
 
 
 @dataclass(frozen=True)
-class PerFedAvg(Method):
+class PerFedAvg(Bilevel):
     """α = `client_lr` is the one-step rate, η = `lr` that of AdamW; α = 0 gives HOMLoRA on the outer batch.
 
     With H(x, u) = F(x + u), Per-FedAvg is the bilevel step from u = 0: u⁺ = −α∇F(x), and its hypergradient
-    is (I − α∇²F(x)) ∇F(x − α∇F(x)). So it has the same three ways to the second-order term as PF2LoRA.
+    is (I − α∇²F(x)) ∇F(x − α∇F(x)). So it has the same ways to the second-order term as PF2LoRA.
     """
-
-    client_lr: float = 0.03
-    hypergradient: str = "difference"
 
     name: ClassVar[str] = "per-fedavg"
     label: ClassVar[str] = "Per-FedAvg-LoRA"
     draws: ClassVar[int] = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        lower_level(self.hypergradient)
 
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
         inner, outer = batches
@@ -38,8 +32,9 @@ class PerFedAvg(Method):
             return F(x + u, s.y, batch)
 
         u = torch.zeros_like(s.x)
-        hyper = bilevel(H, s.x, u, self.client_lr, self.hypergradient, inner, outer, outer, inner)
-        x, opt = self.descend(hyper.gradient, s.opt, s.x)
+        shift = self.shift(s.x)  # u is added to x: x is what it is small or large beside
+        hyper = bilevel(H, s.x, u, self.client_lr, self.way, inner, outer, outer, inner, shift)
+        x, opt = self.follow(hyper, s)
         return State(x, s.y, opt), Report(hyper.loss, hyper.share)
 
     def personal(self, F: Loss, s: State, batch: Any) -> tuple[Tensor, Tensor]:

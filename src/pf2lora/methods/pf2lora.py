@@ -6,20 +6,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pf2lora.errors import UserError
-from pf2lora.hypergradient import bilevel, lower_level
-from pf2lora.method import Loss, Method, Report, State
+from pf2lora.hypergradient import bilevel
+from pf2lora.method import Loss, Report, State
+from pf2lora.methods.bilevel import Bilevel
 
 
 @dataclass(frozen=True)
-class PF2LoRA(Method):
+class PF2LoRA(Bilevel):
     """SGD below (α = `client_lr`), AdamW above (η = `lr`); α = 0 with y = 0 gives HOMLoRA.
 
     `batches` is 2 (inner π = ζ, outer ξ = ξ̃, as the paper's pseudocode draws them) or 4 (all independent, as
     Algorithm 1 is written). `zeta_size` takes only so many of ζ's examples: a cheaper second-order term.
     """
 
-    client_lr: float = 0.03
-    hypergradient: str = "difference"
     batches: int = 2
     zeta_size: int | None = None
 
@@ -29,7 +28,6 @@ class PF2LoRA(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        lower_level(self.hypergradient)
         if self.batches not in (2, 4):
             raise UserError(f"batches is {self.batches}; PF2LoRA draws 2 batches a step (π = ζ, ξ = ξ̃) or 4")
         if self.zeta_size is not None and self.zeta_size < 1:
@@ -46,6 +44,8 @@ class PF2LoRA(Method):
             pi, xi = zeta, xi_tilde = batches
         if self.zeta_size is not None:
             zeta = zeta.first(self.zeta_size)
-        hyper = bilevel(F, s.x, s.y, self.client_lr, self.hypergradient, pi, xi, xi_tilde, zeta)  # lines 5, 6
-        x, opt = self.descend(hyper.gradient, s.opt, s.x)  # line 6
+        hyper = bilevel(
+            F, s.x, s.y, self.client_lr, self.way, pi, xi, xi_tilde, zeta, self.shift(s.y)
+        )  # lines 5, 6
+        x, opt = self.follow(hyper, s)  # line 6
         return State(x, hyper.y, opt), Report(hyper.loss, hyper.share)

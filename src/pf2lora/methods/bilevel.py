@@ -1,0 +1,79 @@
+"""What the two bilevel methods share: α, the way to the second-order term, and a way that watches its size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pf2lora.errors import unknown
+from pf2lora.hypergradient import HYPERGRADIENTS, Hyper
+from pf2lora.method import Method, State
+from pf2lora.optim import Moments
+
+AUTO = "auto"
+MEASURED_FOR = 100  # local steps for which `auto` believes a measured share
+ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # of a base model's precision
+
+
+class Watched(NamedTuple):
+    """What `auto` keeps beside the moments: a client's last measured share, and its steps since."""
+
+    moments: Moments
+    share: Tensor  # (M, 1) nan before the first measurement
+    age: Tensor  # (M, 1)
+
+
+@dataclass(frozen=True)
+class Bilevel(Method):
+    """`client_lr` is α. `hypergradient` is a way to the second-order term (exact, difference, none), or "auto":
+    `difference` until a client's share is known, then `none` while it is under what the base model's `precision`
+    resolves, and measured again now and then. What a client does depends on nobody else.
+    """
+
+    client_lr: float = 0.03
+    hypergradient: str = "difference"
+    precision: str = "float32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hypergradient not in (*HYPERGRADIENTS, AUTO):
+            raise unknown("hypergradient", self.hypergradient, [*HYPERGRADIENTS, AUTO])
+        if self.precision not in ROUNDOFF:
+            raise unknown("precision", self.precision, ROUNDOFF)
+
+    @property
+    def way(self) -> str:
+        """How this very step gets its second-order term; `auto` itself is the one that measures."""
+        return "difference" if self.hypergradient == AUTO else self.hypergradient
+
+    def shift(self, lower: Tensor) -> Tensor | None:
+        """How far `lower` must move for a difference of 16-bit gradients to be more than their rounding."""
+        if ROUNDOFF[self.precision] <= ROUNDOFF["float32"]:
+            return None  # the step α itself is good
+        return ROUNDOFF[self.precision] ** 0.5 * lower.norm(dim=1, keepdim=True)
+
+    def init(self, x: Tensor, y: Tensor) -> State:
+        s = super().init(x, y)
+        if self.hypergradient != AUTO:
+            return s
+        unknown_share = torch.full_like(s.opt.step, torch.nan)
+        return s._replace(opt=Watched(s.opt, unknown_share, torch.zeros_like(s.opt.step)))
+
+    def at_work(self, s: State) -> list[Method]:
+        if self.hypergradient != AUTO:
+            return super().at_work(s)
+        known = (s.opt.share < ROUNDOFF[self.precision]) & (s.opt.age < MEASURED_FOR)
+        without: Method = replace(self, hypergradient="none")
+        return [without if skip else self for skip in known.flatten().tolist()]
+
+    def follow(self, hyper: Hyper, s: State) -> tuple[Tensor, Any]:
+        """x after the optimizer's step along the hypergradient, and what is kept."""
+        if not isinstance(s.opt, Watched):
+            return self.descend(hyper.gradient, s.opt, s.x)
+        x, moments = self.descend(hyper.gradient, s.opt.moments, s.x)
+        if hyper.share is None:
+            return x, Watched(moments, s.opt.share, s.opt.age + 1)
+        return x, Watched(moments, hyper.share.unsqueeze(1), torch.zeros_like(s.opt.age))
