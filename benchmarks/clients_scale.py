@@ -130,28 +130,33 @@ def draw(files: list[Path], stem: Path) -> None:
     from matplotlib import pyplot
 
     runs = [json.loads(file.read_text()) for file in files]
+    lines = {
+        "host_gb": ("host", "tab:orange"),
+        "device_gb": ("device", "tab:blue"),
+        "state_gb": ("adapters, head and moments", "tab:green"),
+    }
     figure, panels = pyplot.subplots(len(runs), 2, figsize=(9, 3.2 * len(runs)), squeeze=False)
     for (time_panel, memory_panel), rows in zip(panels, runs):
-        clients = [row["clients"] for row in rows]
-        first = rows[0]
-        time_panel.plot(clients, [row["client_step_ms"] for row in rows], marker="o")
-        time_panel.set_ylabel("ms per client-step")
+        clients, first = [row["clients"] for row in rows], rows[0]
+        times = [row["client_step_ms"] for row in rows]
+        time_panel.plot(clients, times, marker="o", color="tab:blue")
+        time_panel.set(ylabel="ms per client-step", ylim=(0, 1.2 * max(times)), xscale="log")
         time_panel.set_title(
-            f"{first['model']}, {first['precision']}\n{first['machine']}", fontsize=9, loc="left"
+            f"{first['model']}, {first['precision']}, {rows[-1]['clients_per_pass']} a pass\n{first['machine']}",
+            fontsize=9,
+            loc="left",
         )
-        for name, label in (
-            ("device_gb", "device"),
-            ("host_gb", "host"),
-            ("state_gb", "adapters and moments"),
-        ):
+        for name, (label, colour) in lines.items():
             if first[name] is not None:
-                memory_panel.plot(clients, [row[name] for row in rows], marker="o", label=label)
-        memory_panel.set_ylabel("peak memory, GB")
+                values = [row[name] for row in rows]
+                memory_panel.plot(clients, values, marker="o", color=colour, label=label)
+        memory_panel.set(ylabel="peak memory, GB", xlim=(0, 1.05 * clients[-1]))
+        memory_panel.set_ylim(bottom=0)
         memory_panel.legend(frameon=False, fontsize=8)
+        time_panel.set_xticks(clients, [f"{count:,}" for count in clients])
+        time_panel.minorticks_off()
         for panel in (time_panel, memory_panel):
-            panel.set_xlabel("clients M")
-            panel.set_xscale("log")
-            panel.set_ylim(bottom=0)
+            panel.set_xlabel("clients")
             panel.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     for ending in (".svg", ".png"):
