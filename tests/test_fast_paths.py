@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +16,10 @@ from tiny import CONFIGS, tiny_data, tiny_problem
 
 from pf2lora.architectures import ARCHITECTURES, needed_mask
 from pf2lora.data.batches import EncodedSource, batch_rows_by_length, stream_rows
+from pf2lora.engines import local
 from pf2lora.engines.local import Schedule, train
+from pf2lora.engines.stepper import GraphStepper, PlainStepper
+from pf2lora.method import Report, State, over_tensors
 from pf2lora.methods import METHODS
 
 NAMES = ["a", "b", "c"]
@@ -75,6 +83,96 @@ def test_compiled_passes_give_the_same_run() -> None:
         rounds = [done.kept() for done in train(method, p.F, method.init(p.x, p.y), p.source, Schedule(2, 2))]
         ends.append(rounds[-1].served.x)
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
+
+
+class StandInGraph:
+    """A CUDA graph without CUDA: it remembers the method's step that was recorded, and a replay computes it again from
+    the same places into the same places, as a graph does."""
+
+    recording: StandInGraph | None = None
+    replays = 0
+
+    def pool(self) -> None:
+        return None
+
+    def hold(self, step: Any, state: State, out: tuple[State, Report]) -> None:
+        self.step, self.state, self.out = step, state, out
+
+    def replay(self) -> None:
+        StandInGraph.replays += 1
+        state, report = self.step()
+        over_tensors(lambda place, new: place.copy_(new), self.state, state)
+        self.out[1].loss.copy_(report.loss)
+        if report.second_order is not None:
+            assert self.out[1].second_order is not None
+            self.out[1].second_order.copy_(report.second_order)
+
+
+@pytest.fixture
+def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording and replaying on the CPU, so that what is around the graphs is tested everywhere."""
+
+    @contextmanager
+    def record(graph: StandInGraph, pool: None) -> Iterator[None]:
+        StandInGraph.recording = graph
+        yield
+        StandInGraph.recording = None
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(
+        local, "make_stepper", lambda F, device, graphs: GraphStepper(F) if graphs else PlainStepper(F)
+    )
+    for kind in {METHODS[name] for name in ("pf2lora", "homlora", "per-fedavg")}:
+        original = kind.step
+
+        def step(
+            self: Any, F: Any, s: State, *batches: Any, original: Any = original
+        ) -> tuple[State, Report]:
+            out: tuple[State, Report] = original(self, F, s, *batches)
+            if StandInGraph.recording is not None:
+                StandInGraph.recording.hold(lambda: original(self, F, s, *batches), s, out)
+            return out
+
+        monkeypatch.setattr(kind, "step", step)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("homlora", {}),
+        ("per-fedavg", {}),
+        ("pf2lora", {}),
+        ("pf2lora", {"hypergradient": "auto", "precision": "bfloat16"}),
+    ],
+)
+def test_replays_begin_where_the_last_step_ended(
+    name: str, options: dict[str, str], stand_in_graphs: None
+) -> None:
+    """Steps of several lengths, methods and passes: each replay has the state and the batches of its own step."""
+    runs = []
+    for graphs, per_pass in ((False, None), (True, None), (True, 2)):
+        p = tiny_problem("roberta")
+        method = METHODS[name](p.layout, **({"client_lr": 1e-4} if name != "homlora" else {}), **options)
+        source = replace(p.source, window=4, alike=method.draws)  # type: ignore[type-var]
+        schedule = Schedule(3, 4, clients_per_pass=per_pass)
+        StandInGraph.replays = 0
+        rounds = [
+            r.kept() for r in train(method, p.F, method.init(p.x, p.y), source, schedule, graphs=graphs)
+        ]
+        assert StandInGraph.replays == (0 if not graphs else 12 if per_pass is None else 24)
+        runs.append(rounds)
+    for plain, *recorded in zip(*runs):
+        for other in recorded:
+            torch.testing.assert_close(other.served.x, plain.served.x, rtol=0, atol=1e-9)
+            torch.testing.assert_close(other.report.loss, plain.report.loss, rtol=0, atol=1e-9)
+            assert (other.report.second_order is None) is (plain.report.second_order is None)
+    if options:
+        assert [r.report.second_order is None for r in runs[1]] == [False, True, True]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")

@@ -6,7 +6,7 @@ import gc
 import math
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -110,22 +110,29 @@ def prepare(config: Config) -> Workload:
     """Data, tokens and the frozen base model."""
     if not config.model:
         raise UserError("no base model is named: --model takes a hub name or a folder")
-    device = choose_device(config.device)
-    trials.schedule_of(config, config.seed)  # says what is wrong before a model is loaded
-    kind = TASKS[config.task]
+    choose_device(config.device)  # these two say what is wrong before anything is loaded
+    trials.schedule_of(config, config.seed)
     notes: list[str] = []
-    clients, labels = kind.load(config, notes)
-    task = kind.build(config, labels)
+    clients, labels = TASKS[config.task].load(config, notes)
+    workload = build_workload(config, clients, labels, notes)
+    for name in config.method:  # a mistake in the last method should not cost the training of the first
+        trials.set_up(workload, name, config.seed).model.remove()
+    return workload
+
+
+def build_workload(
+    config: Config, clients: list[Client[Any]], labels: list[str], notes: Sequence[str] = ()
+) -> Workload:
+    """Clients that are loaded, as tokens, beside the base model."""
+    device = choose_device(config.device)
+    task = TASKS[config.task].build(config, labels)
     task.clients_per_pass = config.clients_per_pass
     base = task.load_model(config.model, DTYPES[config.precision])
     base.to(device)  # type: ignore[arg-type]
     train = task.encode([client.train for client in clients], training=True).to(device)
     test = task.encode([client.test for client in clients], training=False).to(device)
     check_lengths(config, base, train, test)
-    workload = Workload(config, task, clients, base, train, test, device, tuple(notes))
-    for name in config.method:  # a mistake in the last method should not cost the training of the first
-        trials.set_up(workload, name, config.seed).model.remove()
-    return workload
+    return Workload(config, task, clients, base, train, test, device, tuple(notes))
 
 
 def check_lengths(config: Config, base: PreTrainedModel, *parts: Encoded) -> None:

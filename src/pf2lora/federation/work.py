@@ -122,20 +122,14 @@ def load_client(config: Config, plan: Plan, site: str) -> tuple[Client[Any], lis
 
 def build(plan: Plan, file: Path, site: str) -> SiteWork:
     """Data, base model and method of a site. It sees nobody else's."""
-    from pf2lora.experiment import DTYPES, TASKS, check_lengths, choose_device
+    from pf2lora.experiment import build_workload
     from pf2lora.models import fresh_parameters
 
     config, _ = site_config(plan, file)
-    device = choose_device(config.device)
     client, labels = load_client(config, plan, site)
-    task = TASKS[config.task].build(config, labels)
-    base = task.load_model(config.model, DTYPES[config.precision])
-    base.to(device)  # type: ignore[arg-type]
+    workload = build_workload(config, [client], labels)
+    base = workload.base
     fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
-    train = task.encode([client.train], training=True).to(device)
-    test = task.encode([client.test], training=False).to(device)
-    check_lengths(config, base, train, test)
-    workload = trials.Workload(config, task, [client], base, train, test, device)
     trial = trials.set_up(workload, plan.method, config.seed)
     if isinstance(trial.method, HetLoRA):
         trial = with_own_rank(trial, plan, site)
@@ -169,10 +163,10 @@ def build(plan: Plan, file: Path, site: str) -> SiteWork:
         trial.method,
         trial.F,
         trial.source,
-        over_tensors(lambda t: t.to(device), trial.state),
+        over_tensors(lambda t: t.to(workload.device), trial.state),
         measure,
         facts,
-        tuple(task.metrics),
+        tuple(workload.task.metrics),
         config.graphs,
         export,
     )
