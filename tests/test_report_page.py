@@ -77,6 +77,19 @@ def test_every_section_is_drawn(shown: Any, full: dict[str, Any]) -> None:
     assert page.evaluate("document.querySelectorAll('.heat td[data-tip]').length") == 8 * 12
 
 
+def test_a_score_taken_once_is_not_the_first_curve(shown: Any, full: dict[str, Any]) -> None:
+    """Text is generated at the end alone: the curves begin with a score that has one."""
+    once = copy.deepcopy(full)
+    for method in once["methods"].values():
+        for run in method["runs"]:
+            for each in run["rounds"][:-1]:
+                for point in ("served", "before_averaging"):
+                    if each[point]:
+                        each[point][once["metric"]] = [None] * len(once["clients"])
+    other = shown(once).evaluate("document.querySelector('#curves [data-view] .pair select').value")
+    assert other != once["metric"] and other in once["metrics"]
+
+
 def test_the_page_computes_what_the_tables_say(shown: Any, full: dict[str, Any]) -> None:
     page = shown(full)
     page.evaluate("document.querySelectorAll('.as-table').forEach((node) => { node.open = true; })")

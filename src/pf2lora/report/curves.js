@@ -33,7 +33,13 @@ const visible = (series) => series.filter((item) => !hidden.has(item.label));
 const POINTS = [['served', 'Served'], ['before_averaging', 'Before averaging']];
 
 function curvesView(host, data) {
-  const state = { metric: data.metric, point: 'served', loss: 'train', who: 'mean' };
+  const scores = Object.keys(data.metrics).filter((name) => name !== 'loss' || name === data.metric);
+  /* Scores of generated text are taken once, at the end: one point is no curve, so another score is shown first. */
+  const measured = (name) => Math.max(0, ...data.series.flatMap((series) => series.runs.map((run) =>
+    run.rounds.filter((round) => known(round.served?.[name] ?? []).length).length)));
+  const most = Math.max(...scores.map(measured));
+  const first = measured(data.metric) > 1 ? data.metric : scores.find((name) => measured(name) === most);
+  const state = { metric: first, point: 'served', loss: 'train', who: 'mean' };
   const [score, loss] = [el('figure', { class: 'chart' }), el('figure', { class: 'chart' })];
   const whose = () => state.who === 'mean' ? 'mean over clients' : state.who === 'worst' ? 'worst client' : data.clients[Number(state.who)];
   const drawScore = () => {
@@ -51,7 +57,6 @@ function curvesView(host, data) {
     lineChart(loss, { title: `${which}, ${whose()}`, lines, format: (value) => minus(value.toFixed(3)), tickFormat: (value) => minus(String(value)) });
   };
   const set = (key, ...draws) => (value) => { state[key] = value; draws.forEach((draw) => draw()); };
-  const scores = Object.keys(data.metrics).filter((name) => name !== 'loss' || name === data.metric);
   const losses = [['train', 'Training'], ...('loss' in data.metrics ? [['served', 'Test, served'], ['before_averaging', 'Test, before']] : [])];
   host.append(legend(data.series),
     data.clients.length ? el('div', { class: 'controls' }, select('Client', [['mean', 'Mean over clients'], ['worst', 'Worst client'],
