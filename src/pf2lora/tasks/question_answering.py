@@ -271,7 +271,8 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
 
     def example(self, prediction: Answer, row: QuestionRow) -> Example | None:
         nothing = "(no answer)"
-        return Example(row.question, row.answers or (nothing,), prediction.text or nothing)
+        golds = tuple(dict.fromkeys(row.answers)) or (nothing,)  # several people often answered alike
+        return Example(row.question, golds, prediction.text or nothing)
 
 
 def mean(values: Sequence[float]) -> float | None:
