@@ -26,6 +26,7 @@ from pf2lora.federation.plan import Plan
 from pf2lora.federation.state import StateFolder, leaves
 from pf2lora.method import State
 from pf2lora.methods import METHODS
+from pf2lora.methods.bilevel import ROUNDOFF
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
@@ -75,6 +76,21 @@ def test_every_method_gives_the_local_engines_numbers(
         assert own.y.numel() == 0 or (own.y[0] - state.y[k]).abs().max() <= 1e-5
         served = small.works[site].method.receive(own, small.coordinator.common)
         assert (served.x[0] - state.x[k]).abs().max() <= 1e-5
+
+
+def test_a_site_leaves_the_second_order_term_out_where_the_local_engine_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ROUNDOFF, "float32", 10.0)  # every share is under it
+    plan = make_plan("pf2lora", config={"rounds": 4, "hypergradient": "auto"})
+    small = make_small(tmp_path, plan)
+    small.run()
+    state, common, _ = local_run(tmp_path, plan)
+    assert small.coordinator.common is not None
+    assert (small.coordinator.common - common).abs().max() <= 1e-5
+    for k, site in enumerate(SITES):
+        own = small.workers[site].folder.newest_before(99, small.works[site].initial).state
+        assert own.opt.age[0] == state.opt.age[k] > 0  # it was left out, and a site remembers that
 
 
 def test_the_scores_are_the_local_engines(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -324,6 +325,9 @@ def test_example_for_the_report() -> None:
     answering, answer = task(no_answers=True), Answer("", 0.9, 0.1, ())
     shown = answering.example(answer, row("stone", ""))
     assert shown == ("Where is the key?", ("(no answer)",), "(no answer)")
+    twice = dataclasses.replace(row("stone", "stone"), answers=("stone", "stone", "the stone"))
+    again = answering.example(answer, twice)
+    assert again is not None and again.references == ("stone", "the stone")
 
 
 def test_window_losses_by_hand() -> None:
