@@ -90,6 +90,43 @@ def test_a_score_taken_once_is_not_the_first_curve(shown: Any, full: dict[str, A
     assert other != once["metric"] and other in once["metrics"]
 
 
+def test_a_method_alone_is_compared_with_itself_before_averaging(shown: Any, full: dict[str, Any]) -> None:
+    alone = copy.deepcopy(full)
+    alone["methods"] = {"pf2lora": alone["methods"]["pf2lora"]}
+    for example in alone["examples"]:
+        example["outputs"] = {"pf2lora": example["outputs"]["pf2lora"]}
+    page = shown(alone)
+    assert "served against PF2LoRA, before averaging" in page.evaluate(
+        "document.querySelector('#clients .verdict').textContent"
+    )
+    assert page.evaluate("document.querySelectorAll('#clients select').length") == 1  # the score
+
+
+def test_a_table_of_many_clients_scrolls_in_its_box(shown: Any, full: dict[str, Any]) -> None:
+    many = copy.deepcopy(full)
+    many["clients"] = [many["clients"][0] | {"name": f"c{k}"} for k in range(300)]
+    many["examples"] = []
+
+    def stretched(values: Any) -> Any:
+        return values if values is None else (values * 300)[:300]
+
+    for method in many["methods"].values():
+        for run in method["runs"]:
+            for table in (run["served"], run["before_averaging"]):
+                for score in (table or {}).values():
+                    score["per_client"] = stretched(score["per_client"])
+            for each in run["rounds"]:
+                for key in ("train_loss", "client_share", "second_order_share", "ranks"):
+                    each[key] = stretched(each[key])
+                for point in ("served", "before_averaging"):
+                    each[point] = each[point] and {m: stretched(v) for m, v in each[point].items()}
+    page = shown(many)
+    heights = page.evaluate(
+        "[...document.querySelectorAll('.scroll')].map((box) => box.getBoundingClientRect().height)"
+    )
+    assert max(heights) <= 46 * 16 + 2 and page.evaluate("document.documentElement.scrollHeight") < 9000
+
+
 def test_the_page_computes_what_the_tables_say(shown: Any, full: dict[str, Any]) -> None:
     page = shown(full)
     page.evaluate("document.querySelectorAll('.as-table').forEach((node) => { node.open = true; })")

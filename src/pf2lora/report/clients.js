@@ -1,4 +1,4 @@
-/* Who gains, who loses: one method against another, client by client. */
+/* Who gains, who loses: one method against another, client by client; a method alone, against itself before averaging. */
 
 function clientsView(host, data) {
   const names = data.series.map((series) => series.method);
@@ -16,20 +16,24 @@ function clientsView(host, data) {
   const set = (key) => (value) => { state[key] = key === 'metric' || key === 'point' ? value : Number(value); draw(); };
   const options = data.series.map((series, i) => [i, series.label]);
   const metrics = Object.entries(data.metrics).map(([name, info]) => [name, info.label]);
+  const alone = data.series.length === 1;
   host.append(el('div', { class: 'controls' },
-    select('Method', options, state.method, set('method')),
-    select('Against', options, state.baseline, set('baseline')),
+    alone ? null : select('Method', options, state.method, set('method')),
+    alone ? null : select('Against', options, state.baseline, set('baseline')),
     select('Score', metrics, state.metric, set('metric')),
-    segments('Taken', POINTS, 'served', set('point'))), summary, body);
+    alone ? null : segments('Taken', POINTS, 'served', set('point'))), summary, body);
   draw();
 }
 
 /* The summary's text, then the dot plot and its table. */
 function comparison(data, state) {
   const info = data.metrics[state.metric];
-  const [method, baseline] = [data.series[state.method], data.series[state.baseline]];
+  const alone = data.series.length === 1;
+  const [one] = data.series;
+  const [method, baseline] = alone ? [{ ...one, label: `${one.label}, served` }, { ...one, label: `${one.label}, before averaging` }]
+    : [data.series[state.method], data.series[state.baseline]];
   const scores = finals(method, state.point, state.metric, data.clients);
-  const others = finals(baseline, state.point, state.metric, data.clients);
+  const others = finals(baseline, alone ? 'before_averaging' : state.point, state.metric, data.clients);
   const sign = info.higher_is_better ? 1 : -1;
   const rows = data.clients.map((name, k) => ({ name, score: scores[k], other: others[k],
     gain: scores[k] && others[k] ? sign * (scores[k].mean - others[k].mean) : null }));
