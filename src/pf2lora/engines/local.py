@@ -114,8 +114,8 @@ def passes(
     method: Method, state: State, clients: Sequence[int], per_pass: int
 ) -> Iterator[tuple[Method, list[int]]]:
     """Who trains together: clients whose rounds are done with the same method, as many at a time as fit."""
-    at_work = dict(zip(clients, method.at_work(take(state, clients))))
-    for kind in dict.fromkeys(at_work.values()):
+    at_work = method.at_work(state)
+    for kind in dict.fromkeys(at_work[k] for k in clients):
         alike = [k for k in clients if at_work[k] is kind]
         for i in range(0, len(alike), per_pass):
             yield kind, alike[i : i + per_pass]
