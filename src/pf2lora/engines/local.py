@@ -116,7 +116,7 @@ def passes(
     """Who trains together: clients whose rounds are done with the same method, as many at a time as fit."""
     at_work = method.at_work(state)
     for kind in dict.fromkeys(at_work[k] for k in clients):
-        alike = [k for k in clients if at_work[k] is kind]
+        alike = [k for k in clients if at_work[k] == kind]
         for i in range(0, len(alike), per_pass):
             yield kind, alike[i : i + per_pass]
 
