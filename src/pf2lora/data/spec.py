@@ -50,8 +50,11 @@ class DataSpec:
     limit: int | None = None  # at most so many training rows per client
 
 
-def load(spec: DataSpec, seed: int) -> list[Client[TextRow]]:
-    """The clients that `spec` describes. The same spec and seed give the same clients, row for row."""
+def load(spec: DataSpec, seed: int, known_labels: Sequence[str] | None = None) -> list[Client[TextRow]]:
+    """The clients that `spec` describes. The same spec and seed give the same clients, row for row.
+
+    With `known_labels` (a site of a federation, which may not have all of them) no other label is taken.
+    """
     _check(spec)
     if spec.dataset is None and spec.partition is None:
         clients = load_clients(
@@ -63,12 +66,14 @@ def load(spec: DataSpec, seed: int) -> list[Client[TextRow]]:
             test=spec.test,
             test_ratio=spec.test_ratio,
             seed=seed,
+            known_labels=known_labels,
         )
     else:
         clients = _share_out(_read_pool(spec, seed), spec, seed)
     if spec.limit is not None:
         clients = [_limited(client, spec.limit, seed) for client in clients]
-    check_labels(clients)
+    if known_labels is None:
+        check_labels(clients)
     return clients
 
 

@@ -13,7 +13,7 @@ import pf2lora
 from pf2lora import trial as trials
 from pf2lora.config import Config, convert, from_dict, merged, option_types, read_toml
 from pf2lora.data.client import Client
-from pf2lora.data.spec import DataSpec
+from pf2lora.data.spec import load
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare, wire
 from pf2lora.federation.plan import Plan
@@ -95,22 +95,8 @@ def load_client(config: Config, plan: Plan, site: str) -> tuple[Client[Any], lis
     from pf2lora.experiment import TASKS
 
     if config.task == "classification":
-        from pf2lora.data.classification import load_clients
-
-        spec: DataSpec = config.data
-        clients: list[Client[Any]] = list(
-            load_clients(
-                spec.clients,
-                text=spec.text,
-                pair=spec.pair,
-                label=spec.label,
-                test=spec.test,
-                test_ratio=spec.test_ratio,
-                seed=config.seed,
-                known_labels=list(plan.labels),
-            )
-        )
         labels = list(plan.labels)
+        clients: list[Client[Any]] = list(load(config.data, config.seed, labels))
     else:
         clients, labels = TASKS[config.task].load(config)
     if len(clients) != 1:
