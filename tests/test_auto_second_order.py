@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from little_world import World, make_world
 from tiny import Problem, regression_problem, tiny_problem
 
 import pf2lora
+from pf2lora import api
 from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.errors import UserError
 from pf2lora.hypergradient import bilevel
@@ -123,11 +125,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(tmp_path_factory.mktemp("world"))
 
 
-def test_a_run_says_what_it_left_out(world: World) -> None:
+def test_a_run_says_what_it_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(api, "run", partial(api.run, on_note=notes.append))
     settings = world.settings(rounds=3, client_lr=1e-4, hypergradient="auto", precision="bfloat16")
     (record,) = pf2lora.federate(**settings)["methods"]["pf2lora"]["runs"]
-    (line,) = [line for line in record["warnings"] if line.startswith("second order (auto)")]
-    assert "left out in 6 of 9 client-rounds" in line and "bfloat16 resolves 3.9e-03" in line
+    (line,) = notes
+    assert line.startswith("PF2LoRA: second order (auto): left out in 6 of 9 client-rounds")
+    assert "bfloat16 resolves 3.9e-03" in line and not any("auto" in w for w in record["warnings"])
     assert record["rounds"][1]["second_order_share"] is None
 
 

@@ -210,10 +210,13 @@ def run_one(workload: Workload, name: str, seed: int, watcher: Watcher) -> Outco
     steps = config.rounds * config.steps * trials.clients_per_round(trial)
     try:
         with track(steps, f"{what}: client steps") as advance:
-            return trials.run(trial, lambda record: watcher.on_round(name, seed, record), advance)
+            outcome = trials.run(trial, lambda record: watcher.on_round(name, seed, record), advance)
     except BaseException:
         trial.model.remove()
         raise
+    for line in trials.what_auto_did(trial.method, outcome.record["rounds"]):
+        watcher.on_note(f"{what}: {line}")
+    return outcome
 
 
 def describe(workload: Workload) -> dict[str, Any]:

@@ -281,12 +281,7 @@ def run(
         "flops_per_round": flops,
         "seconds": seconds,
         "peak_memory_bytes": costs.peak_memory(workload.device),
-        "warnings": [
-            *workload.notes,
-            *workload.task.notes,
-            *what_auto_did(method, rounds),
-            *warnings(workload, rounds, still.tolist()),
-        ],
+        "warnings": [*workload.notes, *workload.task.notes, *warnings(workload, rounds, still.tolist())],
     }
     common = None if not method.federated and not method.pooled else common_vector(trial, done)
     return Outcome(record, x, y, common, trial.model, examples)
