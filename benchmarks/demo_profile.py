@@ -24,6 +24,7 @@ from timing import machine, versions  # noqa: E402
 from pf2lora import experiment, report, run_folder, trial  # noqa: E402
 from pf2lora.cli.demo import demo  # noqa: E402
 from pf2lora.engines.stepper import PlainStepper  # noqa: E402
+from pf2lora.method import Method  # noqa: E402
 from pf2lora.tasks.classification import Classification  # noqa: E402
 
 spent: dict[str, float] = defaultdict(float)
@@ -52,11 +53,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the seconds here")
     given = parser.parse_args()
-    seen: set[int] = set()
+    seen: set[str] = set()
 
-    def which_step(stepper: PlainStepper, *_: Any) -> str:
-        first = id(stepper.method) not in seen
-        seen.add(id(stepper.method))
+    def which_step(stepper: PlainStepper, method: Method, *_: Any) -> str:
+        first = method.name not in seen
+        seen.add(method.name)
         return "first step of each method" if first else "steps"
 
     spent["importing"] = time.perf_counter() - STARTED

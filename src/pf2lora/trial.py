@@ -160,10 +160,8 @@ def served_models(trial: Trial, state: State, number: int) -> tuple[Tensor, Tens
     x, y = state.x, state.y
     if type(trial.method).personal is not Method.personal:
         clients, config = range(len(trial.source.names)), trial.workload.config
-        per_pass, next_batch = (
-            config.clients_per_pass or len(clients),
-            number * config.steps * trial.method.draws,
-        )
+        per_pass = config.clients_per_pass or len(clients)
+        next_batch = number * config.steps * trial.method.draws
         found = []
         for i in range(0, len(clients), per_pass):
             together = clients[i : i + per_pass]

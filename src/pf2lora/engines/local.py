@@ -171,7 +171,7 @@ def train(
         started = time.perf_counter()
         over_tensors(lambda own, new: own if own is new else own.copy_(new), state, served)
         chosen = participants(schedule.seed, number, clients, schedule.participation)
-        reports, order = [], []
+        reports, order = [], list[int]()
         for at_work, together in passes(method, state, chosen, per_pass):
             part, report = local_steps(
                 at_work,
@@ -187,7 +187,8 @@ def train(
             put(state, together, part)
             reports.append(report)
             order += together
-        report = joined(reports, [order.index(k) for k in chosen])
+        columns = {k: i for i, k in enumerate(order)}
+        report = joined(reports, [columns[k] for k in chosen])
         check_finite(report.loss, [source.names[k] for k in chosen], number)
         leaving = take(state, chosen)
         stays, sent = method.send(leaving)
