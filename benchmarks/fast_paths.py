@@ -5,6 +5,8 @@ difference hypergradient, recorded steps and (on CUDA) compiled passes, in float
 rows in the same order. Reported: how far the loss curves part, and the served accuracy over the seeds of either path.
 
 PYTHONPATH=src python benchmarks/fast_paths.py --model carry/mpnet --json fast_paths.json
+
+`--read FILE...` trains nothing: it compares the paths that such files hold.
 """
 
 from __future__ import annotations
@@ -63,16 +65,41 @@ def run(workload: trials.Workload, seed: int) -> dict[str, Any]:
     }
 
 
-def partings(one: list[float], other: list[float]) -> tuple[float, float]:
-    """The largest difference of two loss curves, and the mean difference."""
-    differences = [abs(a - b) for a, b in zip(one, other)]
-    return max(differences), statistics.mean(differences)
+def line(path: str, one: dict[str, Any], plain: list[dict[str, Any]]) -> str:
+    """A run in words: its losses, its score, and how far its loss curve is from the plain path's with the same seed."""
+    first, last = one["losses"][0], statistics.mean(one["losses"][-10:])
+    text = f"{path}, seed {one['seed']}: loss {first:.4f} → {last:.4f} (the last 10 steps)"
+    text += f", accuracy {one['accuracy']:.4f}"
+    beside = [other["losses"] for other in plain if other["seed"] == one["seed"]]
+    if path == "plain" or not beside:
+        return text
+    apart = [abs(a - b) for a, b in zip(beside[0], one["losses"])]
+    return f"{text}; losses apart by {max(apart):.1e} at most, {statistics.mean(apart):.1e} on average"
+
+
+def print_scores(found: dict[str, list[dict[str, Any]]]) -> None:
+    for path, runs in found.items():
+        scores = [one["accuracy"] for one in runs]
+        print(f"{path}: accuracy {statistics.mean(scores):.4f}, from {min(scores):.4f} to {max(scores):.4f}")
+
+
+def read(files: list[Path]) -> None:
+    """What the files' runs show together."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        for path, runs in json.loads(file.read_text())["paths"].items():
+            found.setdefault(path, []).extend(runs)
+    for path, runs in found.items():
+        for one in runs:
+            print(line(path, one, found.get("plain", [])))
+    print_scores(found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", default="/work/shared/data/glue_sst2", help="folder of GLUE's SST-2")
-    parser.add_argument("--model", required=True, help="a model folder (benchmarks/models.py makes them)")
+    parser.add_argument("--model", help="a model folder (benchmarks/models.py makes them)")
+    parser.add_argument("--read", nargs="+", type=Path, help="only compare what these files hold")
     parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=list(PATHS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=20)
@@ -83,6 +110,10 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--json", type=Path, help="write everything here, after each run")
     given = parser.parse_args()
+    if given.read:
+        return read(given.read)
+    if not given.model:
+        parser.error("--model FOLDER is what to train (or --read FILE...)")
     transformers.logging.set_verbosity_error()
     base = Config(
         model=given.model,
@@ -103,29 +134,12 @@ def main() -> None:
         for seed in range(given.seeds):
             one = run(workload, seed)
             found.setdefault(path, []).append(one)
-            beside = found.get("plain", [])[seed : seed + 1]
-            apart = (
-                ""
-                if path == "plain" or not beside
-                else (
-                    "; losses apart by {:.1e} at most, {:.1e} on average".format(
-                        *partings(beside[0]["losses"], one["losses"])
-                    )
-                )
-            )
-            first, last = one["losses"][0], statistics.mean(one["losses"][-10:])
-            print(
-                f"{path}, seed {seed}: loss {first:.4f} → {last:.4f} (the last 10 steps), accuracy "
-                f"{one['accuracy']:.4f}, {one['seconds']} s{apart}",
-                flush=True,
-            )
+            print(f"{line(path, one, found.get('plain', []))}, {one['seconds']} s", flush=True)
             if given.json:
                 given.json.write_text(json.dumps({"settings": settings, "paths": found}, indent=1) + "\n")
         del workload
         gc.collect()
-    for path, runs in found.items():
-        scores = [one["accuracy"] for one in runs]
-        print(f"{path}: accuracy {statistics.mean(scores):.4f}, from {min(scores):.4f} to {max(scores):.4f}")
+    print_scores(found)
     print(f"{settings['machine']}; {settings['versions']}")
 
 

@@ -58,7 +58,7 @@ def main() -> None:
         load_tokenizer(str(given.model)), max_length=128, decoding=decoding, generation_batch=given.prompts
     )
     base = task.load_model(str(given.model), getattr(torch, given.precision))
-    base.to(given.device)  # type: ignore[arg-type]
+    base.to(given.device)
     base.generation_config.min_new_tokens = given.max_new_tokens
     model = TwoLevelModel(base, AdapterSpec(rank=4, client_rank=2))
     torch.manual_seed(0)

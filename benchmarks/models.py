@@ -64,7 +64,7 @@ def smollm2(out: Path) -> None:
     del loaded.config.quantization_config
     model = type(loaded)(loaded.config)
     model.load_state_dict(loaded.state_dict())
-    model.to(torch.bfloat16).save_pretrained(out, max_shard_size=SHARD)
+    model.bfloat16().save_pretrained(out, max_shard_size=SHARD)
     tokenizer.save_pretrained(out)
 
 

@@ -24,7 +24,7 @@ def scripts() -> dict[str, ModuleType]:
     """The scripts as modules, imported as `python benchmarks/step_time.py` finds them."""
     import importlib
 
-    names = ("shapes", "timing", "plain_peft", "step_time", "clients_scale")
+    names = ("shapes", "both_ways", "step_time", "clients_scale")
     sys.path.insert(0, str(BENCHMARKS))
     try:
         return {name: importlib.import_module(name) for name in names}
@@ -56,11 +56,11 @@ def test_every_small_case_is_a_row_and_both_sides_have_the_same_losses(
 def test_the_loss_check_would_see_a_missing_second_order_term(
     scripts: dict[str, ModuleType], name: str
 ) -> None:
-    step_time, shapes = scripts["step_time"], scripts["shapes"]
+    both_ways, shapes = scripts["both_ways"], scripts["shapes"]
     work = shapes.Workload(shapes.SHAPES[name], 2, torch.device("cpu"), rows=12)
-    exact, without = (step_time.Way("pf2lora", mode) for mode in ("exact", "none"))
-    missing = (step_time.plain_losses(work, exact) - step_time.our_losses(work, without)).abs().max()
-    assert missing > 10 * step_time.loss_differences(work, [exact])[exact]
+    exact, without = (both_ways.Way("pf2lora", mode) for mode in ("exact", "none"))
+    missing = (both_ways.plain_losses(work, exact) - both_ways.our_losses(work, without)).abs().max()
+    assert missing > 10 * both_ways.loss_differences(work, [exact])[exact]
 
 
 @pytest.mark.parametrize("hypergradient", [None, "none", "difference", "exact"])
@@ -70,12 +70,12 @@ def test_the_necessary_arithmetic_is_what_torch_counts(
     """Torch counts the head too, and for `exact` a little less at the first layer: 2% on a small model."""
     from pf2lora.costs import flops_of_step
 
-    step_time, shapes = scripts["step_time"], scripts["shapes"]
+    both_ways, shapes = scripts["both_ways"], scripts["shapes"]
     shape = shapes.Shape(shapes.encoder(64, 4, 4, 100), batch=2, length=32)
     work = shapes.Workload(shape, 2, torch.device("cpu"), rows=4)
-    way = step_time.Way("pf2lora" if hypergradient else "homlora", hypergradient)
+    way = both_ways.Way("pf2lora" if hypergradient else "homlora", hypergradient)
     model = work.adapt(two_level=way.two_level)
-    method = step_time.build_method(way, model)
+    method = both_ways.build_method(way, model)
     batches = work.batches([0, 1], 0, way.draws)
     counted = flops_of_step(method, work.loss(model), method.init(*work.start(model, 2)), batches)
     assert shapes.necessary_flops(model, batches, hypergradient) == pytest.approx(counted, rel=0.03)

@@ -127,6 +127,11 @@ class Method(ABC):
         return [self.layout.shared] * s.x.shape[0]
 
 
+def moved(state: State, device: torch.device | str) -> State:
+    """The same state on a device."""
+    return over_tensors(lambda t: t.to(device), state)
+
+
 def rows_of(clients: Sequence[int], device: torch.device) -> slice | Tensor:
     """Where the clients' rows are: a slice where they are neighbours, whose rows need not be gathered."""
     start, stop = clients[0], clients[0] + len(clients)

@@ -20,7 +20,7 @@ from pf2lora.data.batches import Encoded, EncodedSource
 from pf2lora.data.client import Client
 from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.errors import UserError, unknown
-from pf2lora.method import Loss, Method, State, over_tensors, take
+from pf2lora.method import Loss, Method, State, moved, take
 from pf2lora.methods import METHODS
 from pf2lora.methods.bilevel import AUTO, ROUNDOFF, Bilevel
 from pf2lora.methods.hetlora import initial_ranks
@@ -165,7 +165,7 @@ def served_models(trial: Trial, state: State, number: int) -> tuple[Tensor, Tens
         found = []
         for i in range(0, len(clients), per_pass):
             together = clients[i : i + per_pass]
-            part = over_tensors(lambda t: t.to(trial.workload.device), take(state, together))
+            part = moved(take(state, together), trial.workload.device)
             batch = trial.source.draw(together, [next_batch] * len(together))
             found.append([t.to(x.device) for t in trial.method.personal(trial.F, part, batch)])
         x, y = (torch.cat(parts) for parts in zip(*found))
@@ -260,8 +260,8 @@ def run(
         record, examples = round_record(trial, done, measured_rounds)
         if method.two_level:
             y = done.served.y.cpu()
-            moved = (y - previous_y).norm(dim=1) / previous_y.norm(dim=1).clamp_min(1e-30)
-            still[done.took_part] = (moved < HARDLY)[done.took_part]
+            change = (y - previous_y).norm(dim=1) / previous_y.norm(dim=1).clamp_min(1e-30)
+            still[done.took_part] = (change < HARDLY)[done.took_part]
             previous_y.copy_(y)
         rounds.append(record)
         on_round(record)
@@ -295,7 +295,7 @@ def common_vector(trial: Trial, done: Round) -> Tensor:
 def count_flops(trial: Trial, schedule: Schedule) -> float:
     """Operations of a whole round of all clients, from one counted step of one client."""
     first = [trial.source.draw([0], [d]) for d in range(trial.method.draws)]
-    one = over_tensors(lambda t: t.to(trial.workload.device), take(trial.state, [0]))
+    one = moved(take(trial.state, [0]), trial.workload.device)
     (at_work,) = trial.method.at_work(one)
     counted = costs.flops_of_step(at_work, trial.F, one, first)
     return counted * schedule.steps * clients_per_round(trial)

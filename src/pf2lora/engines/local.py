@@ -13,7 +13,7 @@ from torch import Tensor
 from pf2lora.data.batches import BatchSource
 from pf2lora.engines.stepper import PlainStepper, Stepper, make_stepper
 from pf2lora.errors import UserError
-from pf2lora.method import Loss, Method, Report, State, over_tensors, put, take
+from pf2lora.method import Loss, Method, Report, State, moved, over_tensors, put, take
 from pf2lora.randomness import participants
 
 
@@ -176,7 +176,7 @@ def train(
             part, report = local_steps(
                 at_work,
                 F,
-                over_tensors(lambda t: t.to(device), take(state, together)),
+                moved(take(state, together), device),
                 source,
                 together,
                 [steps_done[k] for k in together],

@@ -19,7 +19,7 @@ from pf2lora.federation import require_nvflare, wire
 from pf2lora.federation.plan import Plan
 from pf2lora.federation.state import digest
 from pf2lora.federation.worker import Scores, SiteWork
-from pf2lora.method import State, over_tensors
+from pf2lora.method import State, moved
 from pf2lora.methods.hetlora import HetLoRA, initial_ranks
 
 SITE_FILE = "site.toml"
@@ -149,7 +149,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteWork:
         trial.method,
         trial.F,
         trial.source,
-        over_tensors(lambda t: t.to(workload.device), trial.state),
+        moved(trial.state, workload.device),
         measure,
         facts,
         tuple(workload.task.metrics),

@@ -1,0 +1,196 @@
+"""A local step in the plain way and in this project's, from the same start: their losses and their times.
+
+`step_time.py` says what the plain way is, and goes through models, precisions and numbers of clients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from plain_peft import PlainClient, PlainLoop
+from shapes import Workload, necessary_flops
+from timing import float32_products, milliseconds, peak_gb, start_memory
+from torch import Tensor
+
+from pf2lora.adapters import TwoLevelModel
+from pf2lora.data.batches import Batch
+from pf2lora.engines.stepper import make_stepper
+from pf2lora.method import Loss, Method, Report, State
+from pf2lora.methods import METHODS
+
+LR, CLIENT_LR, WEIGHT_DECAY = 1e-3, 0.03, 0.01
+CHECKED_CLIENTS, CHECKED_STEPS = 2, 3
+HYPERGRADIENTS = ("difference", "exact", "none")
+Step = Callable[..., tuple[State, Report]]
+
+
+class Way(NamedTuple):
+    """A method and how it gets its hypergradient; HOMLoRA has none."""
+
+    method: str
+    hypergradient: str | None
+
+    @property
+    def two_level(self) -> bool:
+        return self.method == "pf2lora"
+
+    @property
+    def draws(self) -> int:
+        return 2 if self.two_level else 1
+
+    @property
+    def plain(self) -> Way:
+        """What the plain way does for it: nobody would write `difference` by hand."""
+        return Way(self.method, "exact") if self.hypergradient == "difference" else self
+
+
+class Timed(NamedTuple):
+    ms: float  # ours: of all clients; plain: of one
+    peak: float | None
+    clients: int  # in one pass, or timed one by one
+    flops: float = 0.0  # necessary, of all clients
+
+
+def build_method(way: Way, model: TwoLevelModel) -> Method:
+    options: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
+    if way.two_level:
+        options |= {"client_lr": CLIENT_LR, "hypergradient": way.hypergradient}
+    return METHODS[way.method](model.x, **options)
+
+
+def our_step(method: Method, F: Loss, device: torch.device) -> Step:
+    """This project's step, `(state, *batches) -> (state, report)`."""
+
+    stepper = make_stepper(F, device)
+    return lambda state, *batches: stepper(method, state, batches)
+
+
+def plain_clients(
+    work: Workload, way: Way, count: int, *, masked: bool = False
+) -> tuple[PlainLoop, list[PlainClient]]:
+    """The PEFT loop on the attention that the way needs, and its first clients."""
+    described = work.adapt(two_level=way.two_level)
+    x, y = work.start(described, count)
+    loop = PlainLoop(described, lr=LR, client_lr=CLIENT_LR, weight_decay=WEIGHT_DECAY, masked=masked)
+    work.base.set_attn_implementation("eager" if way.hypergradient == "exact" else "sdpa")
+    return loop, [loop.client(x[k], y[k]) for k in range(count)]
+
+
+def end_plain(work: Workload, loop: PlainLoop) -> None:
+    loop.remove()
+    work.base.set_attn_implementation("sdpa")
+
+
+def plain_step(loop: PlainLoop, way: Way, client: PlainClient) -> Callable[..., Tensor]:
+    """The client's step, `(*batches) -> loss`, with its parameters in place."""
+    loop.turn_of(client)
+    if not way.two_level:
+        return lambda batch: loop.homlora(client, batch)
+    second_order = way.hypergradient != "none"
+    return lambda inner, outer: loop.pf2lora(client, inner, outer, second_order=second_order)
+
+
+def plain_batches(
+    work: Workload, client: int, step: int, draws: int, *, window: int = 1
+) -> list[dict[str, Tensor]]:
+    """The client's rows padded to its own longest, as a user's collator does; in shuffled order with a window of 1."""
+    own = replace(work.source, data=replace(work.source.data, multiple=1), window=window)
+    return [own.draw([client], [step * draws + d]).tensors for d in range(draws)]
+
+
+def plain_losses(work: Workload, way: Way) -> Tensor:
+    """The losses (steps, clients) of the plain way's first steps."""
+    loop, clients = plain_clients(work, way, CHECKED_CLIENTS, masked=True)
+    losses = []
+    for k, client in enumerate(clients):
+        step = plain_step(loop, way, client)
+        same = [plain_batches(work, k, i, way.draws, window=work.source.window) for i in range(CHECKED_STEPS)]
+        of_client = [step(*batches) for batches in same]
+        losses.append(torch.stack(of_client))
+    end_plain(work, loop)
+    return torch.stack(losses, dim=1)
+
+
+def our_losses(work: Workload, way: Way) -> Tensor:
+    """The losses (steps, clients) of this project's first steps."""
+    model = work.adapt(two_level=way.two_level)
+    method = build_method(way, model)
+    state = method.init(*work.start(model, CHECKED_CLIENTS))
+    step = our_step(method, work.loss(model), work.device)
+    losses = []
+    for i in range(CHECKED_STEPS):
+        state, report = step(state, *work.batches(list(range(CHECKED_CLIENTS)), i, way.draws))
+        losses.append(report.loss.clone())
+    model.remove()
+    return torch.stack(losses)
+
+
+def loss_differences(work: Workload, ways: list[Way]) -> dict[Way, float]:
+    """The largest difference of a loss between the plain way and this project, from the same start, in float32."""
+    with float32_products("highest"):
+        plain = {way: plain_losses(work, way) for way in dict.fromkeys(way.plain for way in ways)}
+        return {way: float((plain[way.plain] - our_losses(work, way)).abs().max()) for way in ways}
+
+
+def time_plain(work: Workload, way: Way, count: int, options: argparse.Namespace) -> Timed:
+    """The plain way's step of one client, the mean of `count`; putting parameters in place is not counted."""
+    start_memory(work.device)
+    loop, clients = plain_clients(work, way, count)
+
+    def of_client(k: int) -> float:
+        step = plain_step(loop, way, clients[k])
+        window = work.source.window if options.same_batches else 1
+        sets = [plain_batches(work, k, i, way.draws, window=window) for i in range(options.sets)]
+        run = lambda: [step(*batches) for batches in sets]  # noqa: E731
+        whole = milliseconds(run, work.device, options.repeat, warm_up=lambda: step(*sets[0]))
+        return whole / len(sets)
+
+    ms = statistics.mean(of_client(k) for k in range(count))
+    peak = peak_gb(work.device)
+    end_plain(work, loop)
+    return Timed(ms, peak, count)
+
+
+def time_ours(work: Workload, way: Way, clients: int, options: argparse.Namespace) -> Timed:
+    """This project's step of `clients` in one pass."""
+    start_memory(work.device)
+    model = work.adapt(two_level=way.two_level)
+    if options.compile:
+        torch.compiler.reset()
+        model.compile()
+    try:
+        method = build_method(way, model)
+        state = method.init(*work.start(model, clients))
+        step = our_step(method, work.loss(model), work.device)
+        sets = [work.batches(list(range(clients)), i, way.draws) for i in range(options.sets)]
+
+        def run(batches_of_steps: list[list[Batch]] = sets) -> None:
+            nonlocal state
+            for batches in batches_of_steps:
+                state, _ = step(state, *batches)
+
+        warm_up = None if work.device.type == "cuda" else lambda: run(sets[:1])
+        ms = milliseconds(run, work.device, options.repeat, warm_up=warm_up) / len(sets)
+        flops = necessary_flops(model, [b for batches in sets for b in batches], way.hypergradient)
+        return Timed(ms, peak_gb(work.device), clients, flops)
+    finally:
+        model.remove()
+
+
+def time_passes(work: Workload, way: Way, clients: int, options: argparse.Namespace) -> Timed:
+    """All clients in one pass if they fit into memory, else in equal passes (`clients_per_pass`), one of them timed."""
+    per_pass = min(clients, options.clients_per_pass or clients)
+    while True:
+        try:
+            timed = time_ours(work, way, per_pass, options)
+            passes = clients / per_pass
+            return timed._replace(ms=timed.ms * passes, flops=timed.flops * passes)
+        except torch.OutOfMemoryError:
+            if per_pass == 1:
+                raise
+        per_pass //= 2
