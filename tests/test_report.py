@@ -78,6 +78,10 @@ def test_findings_name_the_worst_client_and_the_cost_of_averaging() -> None:
     text = " ".join(findings(result))
     assert "averaging costs PF2LoRA 5.00 and HOMLoRA 0.00" in text
     assert f"Worst off under PF2LoRA is {result['clients'][1]['name']} with 81.00" in text
+    for run in result["methods"]["homlora"]["runs"]:
+        run["before_averaging"] = {"accuracy": table([0.79, 0.79])}
+    gained = " ".join(findings(result))
+    assert "averaging costs PF2LoRA 5.00, while HOMLoRA gains 1.00 by it" in gained
 
 
 def test_long_label_lists_are_summed_as_other() -> None:

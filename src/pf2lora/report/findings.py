@@ -145,8 +145,10 @@ def _averaging(view: _View) -> str:
         f"Before averaging, clients look better than what they are served: averaging costs {view.label(most)} "
         f"{numbers.score(costs[most], view.info)}"
     )
-    if least != most:
+    if least != most and costs[least] >= 0:
         text += f" and {view.label(least)} {numbers.score(costs[least], view.info)}"
+    elif least != most:
+        text += f", while {view.label(least)} gains {numbers.score(-costs[least], view.info)} by it"
     return f"{text}. Compare methods by the served score unless clients keep the model they had before."
 
 
