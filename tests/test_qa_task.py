@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from functools import partial
 from pathlib import Path
@@ -69,8 +70,8 @@ KINDS = pytest.mark.parametrize("kind", list(CONFIGS))
 
 
 def reader(kind: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = AutoModelForQuestionAnswering.from_config(CONFIGS[kind])
+    model = AutoModelForQuestionAnswering.from_config(copy.deepcopy(CONFIGS[kind]))
+    torch.manual_seed(0)  # here: how many numbers a model draws for itself is not ours to say
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -277,10 +278,10 @@ def test_training_and_evaluation_end_to_end(kind: str) -> None:
     x, y = model.initial(0, ["one", "two"])
     encoded = answering.encode(clients, training=True)
     test = answering.encode(clients, training=False)
-    method = PF2LoRA(model.x, lr=1e-2, client_lr=0.3, hypergradient="difference")
+    method = PF2LoRA(model.x, lr=5e-3, client_lr=0.1, hypergradient="difference")
     before = [answering.score(p, r) for p, r in zip(answering.predict(model, x, y, test), clients)]
     source = EncodedSource(encoded, ["one", "two"], 8, 0)
-    for done in train(method, partial(answering.loss, model), method.init(x, y), source, Schedule(5, 10)):
+    for done in train(method, partial(answering.loss, model), method.init(x, y), source, Schedule(10, 10)):
         last = done
     predictions = answering.predict(model, last.before.x, last.before.y, test)
     for k, rows in enumerate(clients):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 import shutil
@@ -38,20 +40,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> tuple[Path, str]:
+    """The folder after the README's first Python block, and what that printed."""
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        exec(blocks("python")[0], {})
+    return folder, printed.getvalue()
+
+
 def test_the_python_example_trains_and_plain_peft_loads_what_it_wrote(
-    folder: Path, monkeypatch: Any, capsys: Any
+    trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder, printed = trained
     monkeypatch.chdir(folder)
-    train, load = blocks("python")
-    exec(train, {})
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["north", "south", "west"]
+    assert [line.split()[0] for line in printed.splitlines()] == ["north", "south", "west"]
     scope: dict[str, Any] = {}
-    exec(load, scope)
+    exec(blocks("python")[1], scope)
     assert scope["model"].peft_config["default"].r == 10
 
 
-def test_the_commands_work_on_that_run(folder: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.chdir(folder)
+def test_the_commands_work_on_that_run(trained: tuple[Path, str], monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(trained[0])
     ran = set()
     for words in commands():
         if words[0] in ("train", "compare"):
