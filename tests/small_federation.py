@@ -94,7 +94,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 def make_plan(method: str = "pf2lora", sites: tuple[str, ...] = SITES, **changes: Any) -> Plan:
     """A plan; `config` changes the run's settings."""
     config = settings(**changes.pop("config", {})) | {"method": [method]}
-    return Plan("trial", config, method, sites, LABELS, **changes)
+    return Plan("trial", config, method, sites, changes.pop("labels", LABELS), **changes)
 
 
 @dataclass
