@@ -17,23 +17,23 @@ from shapes import Workload, necessary_flops
 from timing import float32_products, milliseconds, peak_gb, start_memory
 from torch import Tensor
 
-from pf2lora.adapters import TwoLevelModel
-from pf2lora.data.batches import Batch
+from pf2lora.adapters.two_level import TwoLevelModel
+from pf2lora.core.method import Loss, Method, State, StepStats
+from pf2lora.engines.batches import Batch
 from pf2lora.engines.stepper import make_stepper
-from pf2lora.method import Loss, Method, Report, State
 from pf2lora.methods import METHODS
 
 LR, CLIENT_LR, WEIGHT_DECAY = 1e-3, 0.03, 0.01
 CHECKED_CLIENTS, CHECKED_STEPS = 2, 3
 HYPERGRADIENTS = ("difference", "exact", "none")
-Step = Callable[..., tuple[State, Report]]
+Step = Callable[..., tuple[State, StepStats]]
 
 
 class Way(NamedTuple):
     """A method and how it gets its hypergradient; HOMLoRA has none."""
 
     method: str
-    hypergradient: str | None
+    hypergradient_mode: str | None
 
     @property
     def two_level(self) -> bool:
@@ -46,7 +46,7 @@ class Way(NamedTuple):
     @property
     def plain(self) -> Way:
         """What the plain way does for it: nobody would write `difference` by hand."""
-        return Way(self.method, "exact") if self.hypergradient == "difference" else self
+        return Way(self.method, "exact") if self.hypergradient_mode == "difference" else self
 
 
 class Timed(NamedTuple):
@@ -59,7 +59,7 @@ class Timed(NamedTuple):
 def build_method(way: Way, model: TwoLevelModel) -> Method:
     options: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
     if way.two_level:
-        options |= {"client_lr": CLIENT_LR, "hypergradient": way.hypergradient}
+        options |= {"client_lr": CLIENT_LR, "hypergradient_mode": way.hypergradient_mode}
     return METHODS[way.method](model.x, **options)
 
 
@@ -77,7 +77,7 @@ def plain_clients(
     described = work.adapt(two_level=way.two_level)
     x, y = work.start(described, count)
     loop = PlainLoop(described, lr=LR, client_lr=CLIENT_LR, weight_decay=WEIGHT_DECAY, masked=masked)
-    work.base.set_attn_implementation("eager" if way.hypergradient == "exact" else "sdpa")
+    work.base.set_attn_implementation("eager" if way.hypergradient_mode == "exact" else "sdpa")
     return loop, [loop.client(x[k], y[k]) for k in range(count)]
 
 
@@ -91,7 +91,7 @@ def plain_step(loop: PlainLoop, way: Way, client: PlainClient) -> Callable[..., 
     loop.turn_of(client)
     if not way.two_level:
         return lambda batch: loop.homlora(client, batch)
-    second_order = way.hypergradient != "none"
+    second_order = way.hypergradient_mode != "none"
     return lambda inner, outer: loop.pf2lora(client, inner, outer, second_order=second_order)
 
 
@@ -99,7 +99,7 @@ def plain_batches(
     work: Workload, client: int, step: int, draws: int, *, window: int = 1
 ) -> list[dict[str, Tensor]]:
     """The client's rows padded to its own longest, as a user's collator does; in shuffled order with a window of 1."""
-    own = replace(work.source, data=replace(work.source.data, multiple=1), window=window)
+    own = replace(work.source, data=replace(work.source.data, pad_to_multiple_of=1), window=window)
     return [own.draw([client], [step * draws + d]).tensors for d in range(draws)]
 
 
@@ -176,7 +176,7 @@ def time_ours(work: Workload, way: Way, clients: int, options: argparse.Namespac
 
         warm_up = None if work.device.type == "cuda" else lambda: run(sets[:1])
         ms = milliseconds(run, work.device, options.repeat, warm_up=warm_up) / len(sets)
-        flops = necessary_flops(model, [b for batches in sets for b in batches], way.hypergradient)
+        flops = necessary_flops(model, [b for batches in sets for b in batches], way.hypergradient_mode)
         return Timed(ms, peak_gb(work.device), clients, flops)
     finally:
         model.remove()

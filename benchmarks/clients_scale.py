@@ -37,7 +37,7 @@ class Row:
     length: int
     precision: str
     method: str
-    hypergradient: str | None
+    hypergradient_mode: str | None
     steps: int
     round_seconds: float
     client_step_ms: float
@@ -58,7 +58,7 @@ def measure(work: Workload, clients: int, options: argparse.Namespace) -> Row:
     """The last of some rounds with `clients` clients."""
     two_level = METHODS[options.method].two_level
     model = work.adapt(two_level=two_level)
-    chosen: dict[str, Any] = {"hypergradient": options.hypergradient} if two_level else {}
+    chosen: dict[str, Any] = {"hypergradient_mode": options.hypergradient_mode} if two_level else {}
     method = METHODS[options.method](model.x, **chosen)
     start_memory(work.device)
     start_host_memory()
@@ -80,7 +80,7 @@ def measure(work: Workload, clients: int, options: argparse.Namespace) -> Row:
         length=work.shape.length,
         precision=options.precision,
         method=options.method,
-        hypergradient=chosen.get("hypergradient"),
+        hypergradient_mode=chosen.get("hypergradient_mode"),
         steps=options.steps,
         round_seconds=seconds,
         client_step_ms=1000 * seconds / (clients * options.steps),

@@ -21,11 +21,13 @@ STARTED = time.perf_counter()
 import torch  # noqa: E402
 from timing import machine, versions  # noqa: E402
 
-from pf2lora import experiment, report, run_folder, trial  # noqa: E402
+from pf2lora import report  # noqa: E402
 from pf2lora.cli.demo import demo  # noqa: E402
+from pf2lora.core.method import Method  # noqa: E402
 from pf2lora.engines.stepper import PlainStepper  # noqa: E402
-from pf2lora.method import Method  # noqa: E402
-from pf2lora.tasks.classification import Classification  # noqa: E402
+from pf2lora.run import experiment, trial  # noqa: E402
+from pf2lora.run import folder as run_folder  # noqa: E402
+from pf2lora.tasks.classification.task import Classification  # noqa: E402
 
 spent: dict[str, float] = defaultdict(float)
 running: list[str] = []

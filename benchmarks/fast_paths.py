@@ -23,16 +23,16 @@ from typing import Any
 import transformers
 from timing import machine, versions
 
-from pf2lora import trial as trials
-from pf2lora.config import Config
 from pf2lora.data.spec import DataSpec
 from pf2lora.engines.local import train
-from pf2lora.experiment import prepare
+from pf2lora.run import trial as trials
+from pf2lora.run.config import Config
+from pf2lora.run.experiment import prepare
 
 PATHS: dict[str, dict[str, Any]] = {
-    "plain": {"precision": "float32", "hypergradient": "exact", "graphs": False, "compile": False},
-    "fast, float32": {"precision": "float32", "hypergradient": "difference", "graphs": True},
-    "fast": {"precision": "bfloat16", "hypergradient": "difference", "graphs": True},
+    "plain": {"precision": "float32", "hypergradient_mode": "exact", "graphs": False, "compile": False},
+    "fast, float32": {"precision": "float32", "hypergradient_mode": "difference", "graphs": True},
+    "fast": {"precision": "bfloat16", "hypergradient_mode": "difference", "graphs": True},
 }
 
 

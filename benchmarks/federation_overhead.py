@@ -22,14 +22,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from flare_federation import flare
 from small_federation import LABELS, SITES, write_data, write_model
 
-from pf2lora.federation.coordinator import Coordinator
-from pf2lora.federation.plan import Plan
+from pf2lora.federation.protocol.coordinator import Coordinator
+from pf2lora.federation.protocol.plan import Plan
 
 TIMED = """
 import sys
 if "worker_process" in " ".join(sys.orig_argv):
     import json, os, time
-    from pf2lora.federation import wire, worker
+    from pf2lora.federation.protocol import wire
+    from pf2lora.federation.protocol import worker
     answer = worker.Worker.answer
 
     def timed(self, data):

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from pf2lora.adapters import AdapterSpec, TwoLevelModel
-from pf2lora.data.e2e import load_e2e
-from pf2lora.models import load_tokenizer
-from pf2lora.tasks.generation import Decoding, Generation
+from pf2lora.adapters.base_model import load_tokenizer
+from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
+from pf2lora.tasks.generation.e2e import load_e2e
+from pf2lora.tasks.generation.task import Decoding, Generation
 
 
 def timed(

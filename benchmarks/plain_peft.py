@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
-from pf2lora.adapters import TwoLevelModel
-from pf2lora.layers import Adapted
-from pf2lora.layout import Kind
+from pf2lora.adapters.layers import Adapted
+from pf2lora.adapters.two_level import TwoLevelModel
+from pf2lora.core.layout import Kind
 
 Slot = tuple[nn.Module, str]
 """A module and the name of its parameter."""

@@ -16,13 +16,13 @@ from typing import Any
 
 from real_runs import few, mean_scores, parser, print_table, run, without_texts, write
 
+from pf2lora.adapters.base_model import load_tokenizer
 from pf2lora.data.client import Client
-from pf2lora.data.e2e import load_e2e
-from pf2lora.data.prompts import PromptRow
-from pf2lora.data.webnlg import load_webnlg
-from pf2lora.metrics.java import one_meteor
-from pf2lora.models import load_tokenizer
-from pf2lora.tasks.generation import SCORERS, Decoding, Generation
+from pf2lora.tasks.generation.e2e import load_e2e
+from pf2lora.tasks.generation.java import one_meteor
+from pf2lora.tasks.generation.prompts import PromptRow
+from pf2lora.tasks.generation.task import SCORERS, Decoding, Generation
+from pf2lora.tasks.generation.webnlg import load_webnlg
 
 LENGTH_PENALTY = {"e2e": 0.9, "webnlg": 0.8}  # as in the LoRA paper
 

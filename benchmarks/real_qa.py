@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from real_runs import few, parser, print_table, run
 
-from pf2lora.data.squad import load_squad
-from pf2lora.models import load_tokenizer
-from pf2lora.tasks.question_answering import QuestionAnswering, Reading
+from pf2lora.adapters.base_model import load_tokenizer
+from pf2lora.tasks.question_answering.squad import load_squad
+from pf2lora.tasks.question_answering.task import QuestionAnswering, Reading
 
 if __name__ == "__main__":
     options = parser(

@@ -16,14 +16,14 @@ from timing import machine, versions
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from pf2lora.adapters import AdapterSpec, TwoLevelModel
-from pf2lora.config import Config
+from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
+from pf2lora.core.method import State
 from pf2lora.data.client import Client
 from pf2lora.engines.local import Schedule, train
-from pf2lora.method import State
 from pf2lora.methods import METHODS
+from pf2lora.run.config import Config
+from pf2lora.run.trial import source_of
 from pf2lora.tasks.base import Task
-from pf2lora.trial import source_of
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import torch
 import transformers
 from timing import machine, versions
 
-from pf2lora import trial as trials
-from pf2lora.config import Config
+from pf2lora.core.hypergradient import bilevel
 from pf2lora.data.spec import DataSpec
 from pf2lora.engines.local import train
-from pf2lora.experiment import prepare
-from pf2lora.hypergradient import bilevel
 from pf2lora.methods.pf2lora import PF2LoRA
+from pf2lora.run import trial as trials
+from pf2lora.run.config import Config
+from pf2lora.run.experiment import prepare
 
 
 def main() -> None:

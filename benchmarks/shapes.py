@@ -22,12 +22,12 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from pf2lora.adapters import AdapterSpec, TwoLevelModel
-from pf2lora.data.batches import Batch, Encoded, EncodedSource
-from pf2lora.method import Loss
-from pf2lora.tasks.classification import Classification
-from pf2lora.tasks.generation import Generation
-from pf2lora.trial import WINDOW
+from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
+from pf2lora.core.method import Loss
+from pf2lora.engines.batches import Batch, Encoded, EncodedSource
+from pf2lora.run.trial import WINDOW
+from pf2lora.tasks.classification.task import Classification
+from pf2lora.tasks.generation.task import Generation
 
 LABELS = ["0", "1"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

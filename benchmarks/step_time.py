@@ -37,7 +37,7 @@ from both_ways import (
 from shapes import DTYPES, SHAPES, Workload
 from timing import ceiling, float32_products, machine, versions
 
-from pf2lora.trial import WINDOW
+from pf2lora.run.trial import WINDOW
 
 
 class Case(NamedTuple):
@@ -59,7 +59,7 @@ class Row:
     length: int
     precision: str
     method: str
-    hypergradient: str | None
+    hypergradient_mode: str | None
     plain_ms: float | None
     ours_ms: float
     ratio: float | None
@@ -127,7 +127,7 @@ class Measurement:
             length=SHAPES[case.model].length,
             precision=case.precision,
             method=case.way.method,
-            hypergradient=case.way.hypergradient,
+            hypergradient_mode=case.way.hypergradient_mode,
             plain_ms=plain_ms,
             ours_ms=ours.ms,
             ratio=plain_ms / ours.ms if plain_ms else None,
@@ -166,7 +166,7 @@ def line(row: Row) -> str:
 
     passes = f"  in passes of {row.clients_per_pass}" if row.clients_per_pass < row.clients else ""
     return (
-        f"{row.model:14}{row.clients:5} {row.precision:10}{row.method:9}{row.hypergradient or '-':14}"
+        f"{row.model:14}{row.clients:5} {row.precision:10}{row.method:9}{row.hypergradient_mode or '-':14}"
         f"{number(row.plain_ms, '.2f'):>10}{row.ours_ms:10.2f}{number(row.ratio, '.1f'):>7}"
         f"{number(row.peak_gb, '.2f'):>9}{row.ceiling_share:7.1%}{number(row.max_loss_difference, '.1e'):>11}{passes}"
     )

@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
-from pf2lora.data.glue import GLUE
 from pf2lora.data.spec import DEFAULT_CLIENTS, PARTITIONS, DataSpec, load
 from pf2lora.data.summary import Summary, summarize
+from pf2lora.tasks.classification.glue import GLUE
 
 FILES = "Your own files"
 GLUE_SET = "A GLUE set"

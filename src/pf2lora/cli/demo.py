@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from pf2lora.cli.train import Force, Out, PrintConfig, execute
-from pf2lora.config import METHOD_NAMES, Config
 from pf2lora.data.embedded import MOVIE_REVIEWS, minilm_folder
 from pf2lora.data.spec import DataSpec
+from pf2lora.run.config import METHOD_NAMES, Config
 
 
 def demo_config() -> Config:

@@ -58,8 +58,8 @@ def rehearse(
 
     require_nvflare()
     from pf2lora.cli.show import quiet_libraries, show_result
-    from pf2lora.federation.rehearse import rehearse as run
-    from pf2lora.federation.rehearse import with_sites
+    from pf2lora.federation.flare.rehearse import rehearse as run
+    from pf2lora.federation.flare.rehearse import with_sites
 
     quiet_libraries()
     config = with_sites(rehearsal_config(settings, file, sites), sites)
@@ -82,7 +82,7 @@ def rehearsal_config(settings: dict[str, Any], file: Path | None, sites: int | N
     if named:
         return read_config(settings, file)
     from pf2lora.cli.demo import demo_config
-    from pf2lora.config import from_dict, merged, to_dict
+    from pf2lora.run.config import from_dict, merged, to_dict
 
     demo = demo_config()
     data = dataclasses.replace(demo.data, num_clients=sites or 4, limit=400)
@@ -101,8 +101,8 @@ def provision(
     out: Annotated[Path, typer.Option("--out", help="A new folder for the kits.")] = Path("kits"),
 ) -> None:
     """Make a start-up kit for the server, every site and the lead."""
-    from pf2lora.federation.provision import provision as make
-    from pf2lora.federation.provision import read_project
+    from pf2lora.federation.flare.provision import provision as make
+    from pf2lora.federation.flare.provision import read_project
 
     made = make(read_project(project), out)
     for name, folder in made.items():
@@ -113,7 +113,7 @@ def provision(
 @app.command()
 def join(kit: KitFolder) -> None:
     """Start the server or a site from its kit; runs until Ctrl-C."""
-    from pf2lora.federation.processes import in_foreground, open_kit
+    from pf2lora.federation.flare.processes import in_foreground, open_kit
 
     opened = open_kit(kit)
     tell(f"starting {opened.name}" + (f" on port {opened.port}" if opened.server else ""))
@@ -134,9 +134,9 @@ def submit(
     wire: Wire = "float32",
 ) -> None:
     """Hand a run to the server. The same command resumes one that was stopped."""
-    from pf2lora.config import to_dict
-    from pf2lora.federation import admin
-    from pf2lora.federation.plan import Plan
+    from pf2lora.federation.flare import admin
+    from pf2lora.federation.protocol.plan import Plan
+    from pf2lora.run.config import to_dict
 
     config = read_config(settings, file)
     if len(config.method) != 1 or config.seeds != 1:
@@ -171,7 +171,7 @@ def status(kit: LeadKit) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from pf2lora.federation import admin
+    from pf2lora.federation.flare import admin
 
     table = Table("run", "job", "state", "round", "sites there", "deadline", "quorum")
     lines = []
@@ -192,7 +192,7 @@ def status(kit: LeadKit) -> None:
 @app.command()
 def stop(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
     """Stop a run; `submit` with the same name resumes it."""
-    from pf2lora.federation import admin
+    from pf2lora.federation.flare import admin
 
     ids = admin.stop_run(kit, name)
     if not ids:

@@ -30,7 +30,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue prompts with a client's model: one line of output for each prompt."""
-    from pf2lora.data.prompts import read_prompts
+    from pf2lora.tasks.generation.prompts import read_prompts
 
     wanted = [*(prompts or []), *(read_prompts(file) if file else [])]
     if not wanted:

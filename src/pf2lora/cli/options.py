@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from pf2lora import config as configs
 from pf2lora.cli import data as data_options
-from pf2lora.config import Config
 from pf2lora.data.spec import DataSpec
+from pf2lora.run import config as configs
+from pf2lora.run.config import Config
 
 EVERYDAY: tuple[str, ...] = (
     "model",

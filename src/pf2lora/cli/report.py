@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pf2lora import results
 from pf2lora.errors import UserError
+from pf2lora.run import result as results
 
 FILE = "report.html"
 

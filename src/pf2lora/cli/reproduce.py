@@ -40,9 +40,9 @@ def synthetic(
 ) -> None:
     """Figure 2: PF2LoRA and HETLoRA on two clients' low-rank regressions."""
     files = _free(out, "synthetic", force)
-    from pf2lora.progress import track
     from pf2lora.reproduce.figures import draw_synthetic
     from pf2lora.reproduce.synthetic import METHODS, Settings, aggregate, run_seed
+    from pf2lora.run.progress import track
 
     settings = Settings(upper=upper, noise=noise, steps=steps)
     with track(seeds * settings.rounds * len(METHODS), "synthetic, rounds") as advance:
@@ -65,9 +65,9 @@ def theorem(
 ) -> None:
     """The O(1/T) theorem and its lemma on the hypergradient's bias, measured on strongly convex quadratics."""
     files = _free(out, "theorem", force)
-    from pf2lora.progress import track
     from pf2lora.reproduce.figures import draw_theorem
     from pf2lora.reproduce.theorem import Settings, run
+    from pf2lora.run.progress import track
 
     settings = Settings(condition=condition, steps=steps)
     with track(steps, "theorem, steps") as advance:

@@ -12,7 +12,7 @@ import typer
 from pf2lora.errors import UserError
 
 if TYPE_CHECKING:
-    from pf2lora.metrics.nlg import Scores
+    from pf2lora.tasks.generation.scores import Scores
 
 app = typer.Typer(
     no_args_is_help=True, help="Score outputs as the official scripts of E2E, WebNLG and SQuAD do."
@@ -29,7 +29,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Only the values on standar
 @app.command()
 def e2e(system: SystemFile, references: ReferenceFile, as_json: AsJson = False) -> None:
     """BLEU, NIST, METEOR, ROUGE-L and CIDEr, as the E2E challenge's script."""
-    from pf2lora.metrics.nlg import e2e_scores
+    from pf2lora.tasks.generation.scores import e2e_scores
 
     _show_scores("E2E", e2e_scores(*read_items(system, references)), as_json)
 
@@ -37,7 +37,7 @@ def e2e(system: SystemFile, references: ReferenceFile, as_json: AsJson = False) 
 @app.command()
 def webnlg(system: SystemFile, references: ReferenceFile, as_json: AsJson = False) -> None:
     """BLEU, METEOR, TER and ROUGE-L, as the LoRA paper's evaluation of WebNLG."""
-    from pf2lora.metrics.nlg import webnlg_scores
+    from pf2lora.tasks.generation.scores import webnlg_scores
 
     _show_scores("WebNLG", webnlg_scores(*read_items(system, references)), as_json)
 
@@ -52,7 +52,7 @@ def squad(
     as_json: AsJson = False,
 ) -> None:
     """Exact match and F1, as the official v1.1 or v2.0 script (whichever the data is)."""
-    from pf2lora.metrics.squad import evaluate, is_v2
+    from pf2lora.tasks.question_answering.scores import evaluate, is_v2
 
     dataset = read_json_object(data)
     probabilities = read_json_object(na_probs) if na_probs else None

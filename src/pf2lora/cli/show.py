@@ -72,7 +72,7 @@ def show_result(result: dict[str, Any], out: Path | None) -> None:
 
 def score_table(result: dict[str, Any]) -> Table:
     """One line per method, the best in bold; narrow enough for 80 columns with deviations."""
-    from pf2lora import results
+    from pf2lora.run import result as results
 
     metric = result["metric"]
     about = result["metrics"][metric]

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from pf2lora.cli.options import configured, read_config
-from pf2lora.config import METHOD_NAMES, Config, to_toml
 from pf2lora.errors import UserError
+from pf2lora.run.config import METHOD_NAMES, Config, to_toml
 
 Out = Annotated[Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday")]
 OutIfGiven = Annotated[
@@ -62,10 +62,10 @@ def execute(config: Config, out: Path, force: bool, print_config: bool) -> None:
     if print_config:
         typer.echo(to_toml(config), nl=False)
         return
-    from pf2lora import api
     from pf2lora.cli.show import console, quiet_libraries, show_clients, show_result
-    from pf2lora.experiment import prepare
-    from pf2lora.run_folder import check_free
+    from pf2lora.run import api
+    from pf2lora.run.experiment import prepare
+    from pf2lora.run.folder import check_free
 
     quiet_libraries()
     check_free(out, force=force)  # before the model is loaded: a mistaken --out should not cost a minute

@@ -72,7 +72,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure a client's model on a file."""
-    from pf2lora.experiment import TASKS
+    from pf2lora.run.experiment import TASKS
 
     loaded = open_run(run, method, device)
     rows = TASKS[loaded.config.task].read(loaded.config, file, loaded.saved.labels)
@@ -96,7 +96,7 @@ def onboard(
 ) -> None:
     """Fit a new client's own adapter on the frozen common one, and add the client to the run."""
     loaded = open_run(run, method, device)
-    from pf2lora.onboarding import onboard as fit_newcomer
+    from pf2lora.run.onboarding import onboard as fit_newcomer
 
     found = fit_newcomer(loaded, client, file, rounds)
     show_scores(loaded, found)
@@ -116,7 +116,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{str(out)!r} exists and is not empty; choose another --out")
     loaded = open_run(run, method, "cpu")
-    from pf2lora.export import save_merged, save_peft
+    from pf2lora.adapters.peft import save_merged, save_peft
 
     x, y = loaded.client(client)
     if merge:
@@ -127,11 +127,11 @@ def export(
 
 
 def open_run(run: Path, method: str | None, device: str) -> Any:
-    from pf2lora.run_folder import read_config
+    from pf2lora.run.folder import read_config
 
     read_config(run)  # a wrong folder is said before torch is loaded
     from pf2lora.cli.show import quiet_libraries
-    from pf2lora.run_folder import load_run
+    from pf2lora.run.folder import load_run
 
     quiet_libraries()
     return load_run(run, method, device)

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from pf2lora.data.classification import MINIMUM_ROWS
 from pf2lora.data.client import Client
 from pf2lora.data.partition import by_groups, column_groups, make_clients
 from pf2lora.data.per_client import check_same_clients
 from pf2lora.data.split import rng_for, split_rows
 from pf2lora.errors import UserError
+from pf2lora.tasks.classification.rows import MINIMUM_ROWS
 
 T = TypeVar("T")
 

@@ -6,14 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pf2lora.data import partition
-from pf2lora.data.classification import MINIMUM_ROWS, check_labels, choose_columns, load_clients, rows_of
 from pf2lora.data.client import Client, TextRow
 from pf2lora.data.embedded import LABELS, MOVIE_REVIEWS, movie_reviews
 from pf2lora.data.files import Record, columns_of, expand_paths, natural_order, read_records, require_column
-from pf2lora.data.glue import GLUE, read_glue
 from pf2lora.data.per_client import check_name
 from pf2lora.data.split import rng_for, split_rows, subsample
 from pf2lora.errors import UserError, unknown
+from pf2lora.tasks.classification.glue import GLUE, read_glue
+from pf2lora.tasks.classification.rows import (
+    MINIMUM_ROWS,
+    check_labels,
+    choose_columns,
+    load_clients,
+    rows_of,
+)
 
 DEFAULT_CLIENTS = 8  # the paper's number, where the partition itself does not say how many
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pf2lora.data.batches import BatchSource
+from pf2lora.core.method import Loss, Method, State, StepStats, moved, over_tensors, put, take
+from pf2lora.core.randomness import participants
+from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.stepper import PlainStepper, Stepper, make_stepper
 from pf2lora.errors import UserError
-from pf2lora.method import Loss, Method, Report, State, moved, over_tensors, put, take
-from pf2lora.randomness import participants
 
 
 class NonFiniteLoss(UserError):
@@ -58,8 +58,8 @@ class Round(NamedTuple):
     """
 
     number: int  # from 1
-    took_part: list[int]
-    report: Report  # (steps, K) for the K clients that took part
+    participants: list[int]
+    report: StepStats  # (steps, K) for the K clients that took part
     before: State
     served: State
     common: Tensor  # (shared,) the server's answer
@@ -87,7 +87,7 @@ def local_steps(
     steps: int,
     on_step: Callable[[int], None] = lambda clients: None,
     stepper: Stepper | None = None,
-) -> tuple[State, Report]:
+) -> tuple[State, StepStats]:
     """`steps` local steps of `clients`, whose states are `state`; `first_step` says how many each has done before.
 
     A site of a federation calls this with one client, the local engine with as many as it trains at once.
@@ -107,29 +107,29 @@ def local_steps(
     lost = ~(torch.isfinite(state.x).all(1) & torch.isfinite(state.y).all(1))
     losses[-1] = losses[-1].masked_fill(lost, torch.nan)
     shares = [r.second_order for r in reports if r.second_order is not None]
-    return step.keep(state), Report(losses, torch.stack(shares) if shares else None)
+    return step.keep(state), StepStats(losses, torch.stack(shares) if shares else None)
 
 
 def passes(
     method: Method, state: State, clients: Sequence[int], per_pass: int
 ) -> Iterator[tuple[Method, list[int]]]:
     """Who trains together: clients whose rounds are done with the same method, as many at a time as fit."""
-    at_work = method.at_work(state)
-    for kind in dict.fromkeys(at_work[k] for k in clients):
-        alike = [k for k in clients if at_work[k] == kind]
+    variants_for_round = method.variants_for_round(state)
+    for kind in dict.fromkeys(variants_for_round[k] for k in clients):
+        alike = [k for k in clients if variants_for_round[k] == kind]
         for i in range(0, len(alike), per_pass):
             yield kind, alike[i : i + per_pass]
 
 
-def joined(reports: Sequence[Report], order: Sequence[int]) -> Report:
+def joined(reports: Sequence[StepStats], order: Sequence[int]) -> StepStats:
     """The reports of several passes as one on the host, clients in `order`; a share that was not computed is nan."""
     losses = torch.cat([r.loss for r in reports], dim=1)[:, list(order)].cpu()
     if all(r.second_order is None for r in reports):
-        return Report(losses)
+        return StepStats(losses)
     shares = [
         torch.full_like(r.loss, torch.nan) if r.second_order is None else r.second_order for r in reports
     ]
-    return Report(losses, torch.cat(shares, dim=1)[:, list(order)].cpu())
+    return StepStats(losses, torch.cat(shares, dim=1)[:, list(order)].cpu())
 
 
 def check_finite(losses: Tensor, names: Sequence[str], round_number: int) -> None:
@@ -172,9 +172,9 @@ def train(
         over_tensors(lambda own, new: own if own is new else own.copy_(new), state, served)
         chosen = participants(schedule.seed, number, clients, schedule.participation)
         reports, order = [], list[int]()
-        for at_work, together in passes(method, state, chosen, per_pass):
+        for variants_for_round, together in passes(method, state, chosen, per_pass):
             part, report = local_steps(
-                at_work,
+                variants_for_round,
                 F,
                 moved(take(state, together), device),
                 source,

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 
-from pf2lora.data.batches import Batch
-from pf2lora.method import Loss, Method, Report, State, over_tensors
+from pf2lora.core.method import Loss, Method, State, StepStats, over_tensors
+from pf2lora.engines.batches import Batch
 
 logger = logging.getLogger("pf2lora")
 
@@ -25,7 +25,7 @@ WARM_UP = 3  # steps before a recording: libraries set up their workspaces in th
 class Stepper(Protocol):
     """One local step of every client. The state it returns is valid until the next call."""
 
-    def __call__(self, method: Method, state: State, batches: Sequence[Any]) -> tuple[State, Report]: ...
+    def __call__(self, method: Method, state: State, batches: Sequence[Any]) -> tuple[State, StepStats]: ...
 
     def keep(self, state: State) -> State:
         """The state as one's own, which no later step writes over."""
@@ -38,7 +38,7 @@ class PlainStepper:
 
     F: Loss
 
-    def __call__(self, method: Method, state: State, batches: Sequence[Any]) -> tuple[State, Report]:
+    def __call__(self, method: Method, state: State, batches: Sequence[Any]) -> tuple[State, StepStats]:
         return method.step(self.F, state, *batches)
 
     def keep(self, state: State) -> State:
@@ -52,9 +52,9 @@ class Recording:
     graph: torch.cuda.CUDAGraph
     batches: list[Batch]
     state: State
-    report: Report
+    report: StepStats
 
-    def play(self, state: State, batches: Sequence[Batch]) -> tuple[State, Report]:
+    def play(self, state: State, batches: Sequence[Batch]) -> tuple[State, StepStats]:
         if state is not self.state:
             over_tensors(lambda place, new: place.copy_(new), self.state, state)
         for place, new in zip(self.batches, batches):
@@ -74,7 +74,7 @@ class GraphStepper:
     recordings: dict[Any, Recording] = field(default_factory=dict)
     plain: bool = False
 
-    def __call__(self, method: Method, state: State, batches: Sequence[Any]) -> tuple[State, Report]:
+    def __call__(self, method: Method, state: State, batches: Sequence[Any]) -> tuple[State, StepStats]:
         if self.plain:
             return method.step(self.F, state, *batches)
         key = method, signature(state, batches)
@@ -121,10 +121,10 @@ def no_mask_while_recording() -> Iterator[None]:
         yield
 
 
-def over_report(report: Report) -> Report:
+def over_report(report: StepStats) -> StepStats:
     """A copy that the next replay does not write over."""
     share = report.second_order
-    return Report(report.loss.clone(), None if share is None else share.clone())
+    return StepStats(report.loss.clone(), None if share is None else share.clone())
 
 
 def own_copy(batch: Batch) -> Batch:

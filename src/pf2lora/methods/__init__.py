@@ -1,6 +1,6 @@
 """The paper's methods, a file each. A new algorithm is a new file and a line here."""
 
-from pf2lora.method import Method
+from pf2lora.core.method import Method
 from pf2lora.methods.centralized import Centralized
 from pf2lora.methods.hetlora import HetLoRA
 from pf2lora.methods.homlora import HomLoRA

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pf2lora.core.hypergradient import HYPERGRADIENTS, Hyper
+from pf2lora.core.method import Method, State
+from pf2lora.core.optim import Moments
 from pf2lora.errors import unknown
-from pf2lora.hypergradient import HYPERGRADIENTS, Hyper
-from pf2lora.method import Method, State
-from pf2lora.optim import Moments
 
 AUTO = "auto"
 MEASURED_FOR = 100  # local steps for which `auto` believes a measured share
@@ -34,20 +34,20 @@ class Bilevel(Method):
     """
 
     client_lr: float = 0.03
-    hypergradient: str = "difference"
+    hypergradient_mode: str = "difference"
     precision: str = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hypergradient not in (*HYPERGRADIENTS, AUTO):
-            raise unknown("hypergradient", self.hypergradient, [*HYPERGRADIENTS, AUTO])
+        if self.hypergradient_mode not in (*HYPERGRADIENTS, AUTO):
+            raise unknown("hypergradient mode", self.hypergradient_mode, [*HYPERGRADIENTS, AUTO])
         if self.precision not in ROUNDOFF:
             raise unknown("precision", self.precision, ROUNDOFF)
 
     @property
-    def way(self) -> str:
+    def effective_mode(self) -> str:
         """How this very step gets its second-order term; `auto` itself is the one that measures."""
-        return "difference" if self.hypergradient == AUTO else self.hypergradient
+        return "difference" if self.hypergradient_mode == AUTO else self.hypergradient_mode
 
     def shift(self, lower: Tensor) -> Tensor | None:
         """How far `lower` must move for a difference of 16-bit gradients to be more than their rounding."""
@@ -57,16 +57,16 @@ class Bilevel(Method):
 
     def init(self, x: Tensor, y: Tensor) -> State:
         s = super().init(x, y)
-        if self.hypergradient != AUTO:
+        if self.hypergradient_mode != AUTO:
             return s
         unknown_share = torch.full_like(s.opt.step, torch.nan)
         return s._replace(opt=Watched(s.opt, unknown_share, torch.zeros_like(s.opt.step)))
 
-    def at_work(self, s: State) -> list[Method]:
-        if self.hypergradient != AUTO:
-            return super().at_work(s)
+    def variants_for_round(self, s: State) -> list[Method]:
+        if self.hypergradient_mode != AUTO:
+            return super().variants_for_round(s)
         known = (s.opt.share < ROUNDOFF[self.precision]) & (s.opt.age < MEASURED_FOR)
-        without: Method = replace(self, hypergradient="none")
+        without: Method = replace(self, hypergradient_mode="none")
         return [without if skip else self for skip in known.flatten().tolist()]
 
     def follow(self, hyper: Hyper, s: State) -> tuple[Tensor, Any]:

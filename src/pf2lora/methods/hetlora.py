@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from pf2lora.core.method import Loss, Method, State, StepStats, gradients, variable
+from pf2lora.core.optim import Moments, no_moments
+from pf2lora.core.ranks import product_norm
 from pf2lora.errors import UserError
-from pf2lora.method import Loss, Method, Report, State, gradients, variable
-from pf2lora.optim import Moments, no_moments
-from pf2lora.ranks import product_norm
 
 
 class Ranked(NamedTuple):
@@ -65,7 +65,7 @@ class HetLoRA(Method):
         x = x * self.kept(rank, x)
         return State(x, y, Ranked(no_moments(x), rank, self.tail(x, rank)))
 
-    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
+    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         (batch,) = batches
         x_ = variable(s.x)
         loss = F(x_, s.y, batch)
@@ -73,7 +73,7 @@ class HetLoRA(Method):
         kept = self.kept(s.opt.rank, s.x)
         gradient = gradients(penalised, x_)[0] * kept  # truncated entries stay exactly zero
         x, adam = self.descend(gradient, s.opt.adam, s.x)
-        return State(x, s.y, s.opt._replace(adam=adam)), Report(loss.detach())
+        return State(x, s.y, s.opt._replace(adam=adam)), StepStats(loss.detach())
 
     def send(self, s: State) -> tuple[State, Tensor]:
         """Self-pruning: where the tail fell over the round, it is cut off."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pf2lora.method import Loss, Method, Report, State, gradients, variable
+from pf2lora.core.method import Loss, Method, State, StepStats, gradients, variable
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class HomLoRA(Method):
     name: ClassVar[str] = "homlora"
     label: ClassVar[str] = "HOMLoRA"
 
-    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
+    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         (batch,) = batches
         x_ = variable(s.x)
         loss = F(x_, s.y, batch)
         x, opt = self.descend(gradients(loss, x_)[0], s.opt, s.x)
-        return State(x, s.y, opt), Report(loss.detach())
+        return State(x, s.y, opt), StepStats(loss.detach())

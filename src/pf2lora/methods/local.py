@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from pf2lora.method import State
+from pf2lora.core.method import State
 from pf2lora.methods.homlora import HomLoRA
 
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pf2lora.method import Loss, Method, Report, State, gradients, variable
-from pf2lora.optim import no_moments
+from pf2lora.core.method import Loss, Method, State, StepStats, gradients, variable
+from pf2lora.core.optim import no_moments
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,16 @@ class Newcomer(Method):
     def init(self, x: Tensor, y: Tensor) -> State:
         return State(x, y, no_moments(x[:, self.layout.shared :]))
 
-    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
+    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         (batch,) = batches
         common, head = s.x[:, : self.layout.shared], s.x[:, self.layout.shared :]
         head_, y_ = variable(head), variable(s.y)
         loss = F(torch.cat([common, head_], dim=1), y_, batch)
         g_head, g_y = gradients(loss, head_, y_)
         head, opt = self.descend(g_head, s.opt, head)
-        return State(torch.cat([common, head], dim=1), s.y - self.client_lr * g_y, opt), Report(loss.detach())
+        return State(torch.cat([common, head], dim=1), s.y - self.client_lr * g_y, opt), StepStats(
+            loss.detach()
+        )
 
     def send(self, s: State) -> tuple[State, Tensor]:
         return s, s.x[:, :0]

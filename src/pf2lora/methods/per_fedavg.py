@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pf2lora.hypergradient import bilevel
-from pf2lora.method import Loss, Report, State, gradients, variable
+from pf2lora.core.hypergradient import bilevel
+from pf2lora.core.method import Loss, State, StepStats, gradients, variable
 from pf2lora.methods.bilevel import Bilevel
 
 
@@ -25,7 +25,7 @@ class PerFedAvg(Bilevel):
     label: ClassVar[str] = "Per-FedAvg-LoRA"
     draws: ClassVar[int] = 2
 
-    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
+    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         inner, outer = batches
 
         def H(x: Tensor, u: Tensor, batch: Any) -> Tensor:
@@ -33,9 +33,9 @@ class PerFedAvg(Bilevel):
 
         u = torch.zeros_like(s.x)
         shift = self.shift(s.x)  # u is added to x: x is what it is small or large beside
-        hyper = bilevel(H, s.x, u, self.client_lr, self.way, inner, outer, outer, inner, shift)
+        hyper = bilevel(H, s.x, u, self.client_lr, self.effective_mode, inner, outer, outer, inner, shift)
         x, opt = self.follow(hyper, s)
-        return State(x, s.y, opt), Report(hyper.loss, hyper.share)
+        return State(x, s.y, opt), StepStats(hyper.loss, hyper.share)
 
     def personal(self, F: Loss, s: State, batch: Any) -> tuple[Tensor, Tensor]:
         """x after one SGD step on a batch of the client's own training data."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from pf2lora.core.hypergradient import bilevel
+from pf2lora.core.method import Loss, State, StepStats
 from pf2lora.errors import UserError
-from pf2lora.hypergradient import bilevel
-from pf2lora.method import Loss, Report, State
 from pf2lora.methods.bilevel import Bilevel
 
 
@@ -37,7 +37,7 @@ class PF2LoRA(Bilevel):
     def draws(self) -> int:  # type: ignore[override]
         return self.batches
 
-    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
+    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         if self.batches == 4:
             pi, xi, xi_tilde, zeta = batches  # line 4
         else:
@@ -45,7 +45,7 @@ class PF2LoRA(Bilevel):
         if self.zeta_size is not None:
             zeta = zeta.first(self.zeta_size)
         hyper = bilevel(
-            F, s.x, s.y, self.client_lr, self.way, pi, xi, xi_tilde, zeta, self.shift(s.y)
+            F, s.x, s.y, self.client_lr, self.effective_mode, pi, xi, xi_tilde, zeta, self.shift(s.y)
         )  # lines 5, 6
         x, opt = self.follow(hyper, s)  # line 6
-        return State(x, hyper.y, opt), Report(hyper.loss, hyper.share)
+        return State(x, hyper.y, opt), StepStats(hyper.loss, hyper.share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pf2lora.method import Loss, Method, Report, State, gradients, variable
+from pf2lora.core.method import Loss, Method, State, StepStats, gradients, variable
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class PF2LoRAJoint(Method):
     label: ClassVar[str] = "PF2LoRA without bilevel"
     two_level: ClassVar[bool] = True
 
-    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, Report]:
+    def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         (batch,) = batches
         x_, y_ = variable(s.x), variable(s.y)
         loss = F(x_, y_, batch)
         gx, gy = gradients(loss, x_, y_)
         x, opt = self.descend(gx, s.opt, s.x)
-        return State(x, s.y - self.client_lr * gy, opt), Report(loss.detach())
+        return State(x, s.y - self.client_lr * gy, opt), StepStats(loss.detach())

@@ -31,7 +31,7 @@ GENERATOR = "pf2lora report"
 def build(runs: list[dict[str, Any]], out: Path, names: list[str] | None = None) -> Path:
     """Write the report of one result, or the comparison of several, to `out`.
 
-    `runs` are results as `pf2lora.results.load` returns them; `names` tell several apart (default: their titles).
+    `runs` are results as `pf2lora.run.result.load` returns them; `names` tell several apart (default: their titles).
     The file appears whole or not at all.
     """
     html = render(runs, names)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pf2lora import results
 from pf2lora.report import numbers
-from pf2lora.results import Estimate
+from pf2lora.run import result as results
+from pf2lora.run.result import Estimate
 
 LOCAL, SINGLE = "local", "homlora"  # the two comparisons everyone asks for
 SMALL_SHARE = 0.01  # below this, a client's own adapter hardly changes what the common one does

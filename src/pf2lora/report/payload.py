@@ -6,8 +6,8 @@ import json
 import math
 from typing import Any
 
-from pf2lora import results
 from pf2lora.report.views import Series, same_clients
+from pf2lora.run import result as results
 
 RANK_ROUNDS = 40  # rank pictures kept per seed: enough for a slider, and the file stays small
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pf2lora import results
 from pf2lora.report import numbers
-from pf2lora.results import Estimate
+from pf2lora.run import result as results
+from pf2lora.run.result import Estimate
 
 COLORS = 8  # --c0 … --c7 in report.css
 LABELS = 7  # labels drawn on their own; the rest of a long list is summed as "other"

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pf2lora.data.batches import Batch
+from pf2lora.core.layout import Entry, Layout
+from pf2lora.core.method import Method, State
+from pf2lora.core.optim import OPTIMIZERS
+from pf2lora.core.randomness import generator
+from pf2lora.core.ranks import learned_ranks, ninety_percent_rank, reduced_rank_regression
+from pf2lora.engines.batches import Batch
 from pf2lora.engines.local import Schedule, train
 from pf2lora.errors import UserError, unknown
-from pf2lora.layout import Entry, Layout
-from pf2lora.method import Method, State
 from pf2lora.methods.hetlora import HetLoRA
 from pf2lora.methods.pf2lora import PF2LoRA
-from pf2lora.optim import OPTIMIZERS
-from pf2lora.randomness import generator
-from pf2lora.ranks import learned_ranks, ninety_percent_rank, reduced_rank_regression
-from pf2lora.results import POINTS
+from pf2lora.run.result import POINTS
 
 CLIENTS = ("client 1", "client 2")
 SIZE = 10  # of x, and of y = xW
@@ -49,7 +49,7 @@ class Settings:
     local_steps: int = 10
     lr: float = 0.005
     client_lr: float = 0.002
-    hypergradient: str = "exact"
+    hypergradient_mode: str = "exact"
     het_lr: float = 0.002
     het_penalty: float = 0.1
     het_gamma: float = 0.7
@@ -154,7 +154,7 @@ def pf2lora(seed: int, settings: Settings) -> Learner:
         WEIGHT_DECAY[settings.upper],
         settings.upper,
         client_lr=settings.client_lr,
-        hypergradient=settings.hypergradient,
+        hypergradient_mode=settings.hypergradient_mode,
     )
     x = layout.pack({"W.A": A, "W.B": B}).expand(len(CLIENTS), -1)
     y = layout_y.pack({"W.C": C, "W.D": D})

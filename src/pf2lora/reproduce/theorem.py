@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pf2lora.core.hypergradient import bilevel, lower_level
+from pf2lora.core.optim import no_moments, sgd
+from pf2lora.core.randomness import generator
 from pf2lora.errors import UserError
-from pf2lora.hypergradient import bilevel, lower_level
-from pf2lora.optim import no_moments, sgd
-from pf2lora.randomness import generator
 
 SIZE = 10  # of x, and of y
 RESOLVED = 1e-9  # a gap ‖y − y*‖ under this share of ‖y*‖ is rounding, and no ratio is taken of it
@@ -155,10 +155,10 @@ class Settings:
 
     condition: float = 5.0
     steps: int = 30_000
-    hypergradient: str = "exact"
+    hypergradient_mode: str = "exact"
 
     def __post_init__(self) -> None:
-        lower_level(self.hypergradient)
+        lower_level(self.hypergradient_mode)
         if not 1.25 < self.condition < float("inf"):
             raise UserError(f"the condition number L/µ is {self.condition}; it must be above 1.25")
         if self.steps < 10:
@@ -177,7 +177,7 @@ def run(
     moments = no_moments(x)
     rows = []
     for _ in range(settings.steps):
-        hyper = bilevel(problem.f, x, y, constants.alpha, settings.hypergradient, None, None, None, None)
+        hyper = bilevel(problem.f, x, y, constants.alpha, settings.hypergradient_mode, None, None, None, None)
         best = problem.best_y(x)
         truth = problem.gradient(x, best)
         measured = (truth, hyper.gradient - truth, y - best, hyper.y - best, best)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pf2lora.adapters import TwoLevelModel
-from pf2lora.data.batches import Batch, Encoded
+from pf2lora.adapters.two_level import TwoLevelModel
+from pf2lora.engines.batches import Batch, Encoded
 
 Row = TypeVar("Row")
 Prediction = TypeVar("Prediction")

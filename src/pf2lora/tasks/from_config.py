@@ -6,19 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pf2lora.config import Config
-from pf2lora.data import prompts, squad
+from pf2lora.adapters.base_model import load_tokenizer
 from pf2lora.data.client import Client
-from pf2lora.data.e2e import load_e2e
-from pf2lora.data.prompts import PromptRow
 from pf2lora.data.spec import DataSpec
 from pf2lora.data.split import rng_for, subsample
-from pf2lora.data.squad import SQUAD, QuestionRow
-from pf2lora.data.webnlg import load_webnlg
 from pf2lora.errors import UserError, unknown
-from pf2lora.models import load_tokenizer
-from pf2lora.tasks.generation import SCORERS, Decoding, Generation
-from pf2lora.tasks.question_answering import ANSWERABLE, UNANSWERABLE, QuestionAnswering, Reading
+from pf2lora.run.config import Config
+from pf2lora.tasks.generation import prompts
+from pf2lora.tasks.generation.e2e import load_e2e
+from pf2lora.tasks.generation.prompts import PromptRow
+from pf2lora.tasks.generation.task import SCORERS, Decoding, Generation
+from pf2lora.tasks.generation.webnlg import load_webnlg
+from pf2lora.tasks.question_answering import squad
+from pf2lora.tasks.question_answering.squad import SQUAD, QuestionRow
+from pf2lora.tasks.question_answering.task import ANSWERABLE, UNANSWERABLE, QuestionAnswering, Reading
 
 PROMPT_SETS = ("e2e", "webnlg")
 MAX_LENGTH = {"question-answering": 384, "generation": 512}

@@ -1,0 +1,131 @@
+"""What to adapt in each architecture, and the one place where an architecture needs help with the client axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pf2lora.adapters.layers import Adapted
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`targets` are the last parts of module names. `fused` names the parts of a projection that holds several
+    side by side, in their order, and which of them are adapted. `attention` says who may look at whom."""
+
+    targets: tuple[str, ...]
+    fused: tuple[str, ...] = ()
+    adapted_parts: tuple[str, ...] = ()
+    extra_head: tuple[str, ...] = ()  # newly initialised beside the classifier, so trained with it
+    attention: Literal["own", "bidirectional", "causal"] = "own"
+
+
+BERT_LIKE = Architecture(("query", "value"), attention="bidirectional")
+LLAMA_LIKE = Architecture(("q_proj", "v_proj"), attention="causal")
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "bert": BERT_LIKE,
+    "roberta": BERT_LIKE,
+    "xlm-roberta": BERT_LIKE,
+    "electra": BERT_LIKE,
+    "mpnet": Architecture(("attn.q", "attn.v")),
+    "distilbert": Architecture(("q_lin", "v_lin"), extra_head=("pre_classifier",)),
+    "deberta-v2": Architecture(("query_proj", "value_proj"), extra_head=("pooler",)),
+    "gpt2": Architecture(
+        ("attn.c_attn",), fused=("q", "k", "v"), adapted_parts=("q", "v"), attention="causal"
+    ),
+    "llama": LLAMA_LIKE,
+    "mistral": LLAMA_LIKE,
+    "qwen2": LLAMA_LIKE,
+    "qwen3": LLAMA_LIKE,
+    "smollm3": LLAMA_LIKE,
+    "gemma": LLAMA_LIKE,
+    "gemma2": LLAMA_LIKE,
+    "olmo2": LLAMA_LIKE,
+}
+
+HEADS = ("classifier", "score", "qa_outputs")
+"""The names transformers gives to task heads; PEFT saves the same ones."""
+
+
+def needed_mask(architecture: Architecture, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What attention needs of a mask (examples, tokens) over rows that are padded on the right.
+
+    Made here because transformers looks into a mask to leave it out where it can, and that waits for the device. A
+    causal model needs none: no token sees what comes after it, and what padding itself computes is not used.
+    """
+    if mask is None or architecture.attention == "causal":
+        return None
+    if architecture.attention == "own":
+        return mask
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(
+        mask == 0, torch.finfo(dtype).min
+    )
+    return bias[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
+
+
+def stack_relative_positions(model: nn.Module) -> None:
+    """Make DeBERTa's disentangled attention right when several clients share a pass.
+
+    It sends the relative-position embeddings through the query and key projections once, as a batch of one,
+    and repeats the result over the batch. With adapted projections the result differs between clients.
+    """
+    from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+
+    for module in model.modules():
+        if isinstance(module, DisentangledSelfAttention):
+            module.disentangled_attention_bias = MethodType(disentangled_attention_bias, module)  # type: ignore[method-assign]
+
+
+def disentangled_attention_bias(
+    self: Any,
+    query_layer: Tensor,
+    key_layer: Tensor,
+    relative_pos: Tensor | None,
+    rel_embeddings: Tensor,
+    scale_factor: int,
+) -> Tensor:
+    """The content-to-position and position-to-content scores (eq. 4 of the DeBERTa paper), per client.
+
+    `query_layer` and `key_layer` are (examples · heads, tokens, d), client-major.
+    """
+    from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position, scaled_size_sqrt
+
+    if relative_pos is None:
+        relative_pos = build_relative_position(
+            query_layer,
+            key_layer,
+            bucket_size=self.position_buckets,
+            max_position=self.max_relative_positions,
+        )
+    span = self.pos_ebd_size
+    offset = relative_pos.reshape(relative_pos.shape[-2:]).to(query_layer.device, torch.long)
+    embeddings = rel_embeddings[: 2 * span].unsqueeze(0)
+    heads = self.num_attention_heads
+
+    def scores(content: Tensor, projection: nn.Module, index: Tensor) -> Tensor:
+        shared = embeddings.to(content.dtype)
+        position = projection.per_client(shared) if isinstance(projection, Adapted) else projection(shared)
+        position = (
+            position.unflatten(-1, (heads, -1)).transpose(1, 2).unsqueeze(1)
+        )  # (M or 1, 1, heads, 2·span, d)
+        grouped = content.view(position.shape[0], -1, heads, *content.shape[1:])
+        raw = (grouped @ position.mT).flatten(0, 2)
+        picked = raw.gather(-1, index.clamp(0, 2 * span - 1).expand(raw.shape[0], -1, -1))
+        scale = scaled_size_sqrt(content, scale_factor)  # rounded as the model itself rounds it
+        return picked / scale.to(content.dtype)
+
+    bias = torch.zeros((), dtype=query_layer.dtype, device=query_layer.device)
+    if "c2p" in self.pos_att_type:
+        projection = self.key_proj if self.share_att_key else self.pos_key_proj
+        bias = bias + scores(query_layer, projection, offset + span)
+    if "p2c" in self.pos_att_type:
+        projection = self.query_proj if self.share_att_key else self.pos_query_proj
+        bias = (
+            bias + scores(key_layer, projection, -offset + span).mT
+        )  # the same distances from the key's side
+    return bias

@@ -1,0 +1,112 @@
+"""Loading a base model: a hub name or a folder, and one clear line when it cannot be had."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from pf2lora.adapters.architectures import HEADS
+from pf2lora.errors import UserError
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
+
+
+def check_reachable(name: str) -> None:
+    """A folder must hold a model; anything else is taken for a hub name."""
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"the model folder {name!r} has no config.json; save_pretrained() writes one")
+        if not any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
+            raise UserError(f"the model folder {name!r} has no weights (model.safetensors)")
+    elif folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
+        raise UserError(
+            f"there is no model folder {name!r}; give a folder or a hub name such as 'roberta-base'"
+        )
+
+
+def load(kind: Any, name: str, **options: Any) -> Any:
+    """`kind.from_pretrained(name)` with the hub's and the folder's failures in one line."""
+    check_reachable(name)
+    is_folder = Path(name).is_dir()
+    try:
+        return kind.from_pretrained(name, local_files_only=is_folder or not hub_answers(), **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        if is_folder or not isinstance(error, OSError):
+            what = "model folder" if is_folder else "model"
+            raise UserError(
+                f"the {what} {name!r} cannot be loaded: {' '.join(str(error).split())}"
+            ) from error
+        raise UserError(
+            f"the model {name!r} could not be fetched from the Hugging Face hub (no network, no such model, or no "
+            f"access to it); where there is no hub, give a folder that save_pretrained() wrote"
+        ) from error
+
+
+@cache
+def hub_answers() -> bool:
+    """Whether the hub can be reached. Asked once: its own client would ask for a minute, file by file."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:  # the client's errors have changed their classes between its versions
+        return False
+    return True
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; one without a padding token gets its end-of-text token for it."""
+    check_reachable(name)
+    folder = Path(name)
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
+        raise UserError(
+            f"the model folder {name!r} has no tokenizer (tokenizer.json); save_pretrained() writes one"
+        )
+    tokenizer: PreTrainedTokenizerBase = load(AutoTokenizer, name)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise UserError(f"the tokenizer of {name!r} has neither a padding nor an end-of-text token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(auto_class: Any, name: str, dtype: torch.dtype, **config: Any) -> PreTrainedModel:
+    """The base model in `dtype`; `config` overrides entries of its configuration (labels, padding token).
+
+    It remembers which parameters the checkpoint did not hold: a new head is initialised anew for every seed.
+    """
+    settings = load(AutoConfig, name, **config)
+    options = {
+        "config": settings,
+        "dtype": dtype,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # what the checkpoint lacks and nobody trains is the same wherever it is loaded
+        model, info = load(auto_class, name, **options)
+    mismatched = {key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]}
+    for parameter in sorted(
+        mismatched
+    ):  # a head for other labels is replaced; anything else would be random weights
+        if parameter.split(".")[0] not in HEADS:
+            raise UserError(f"the model {name!r}: its weights do not fit its config.json at {parameter!r}")
+    setattr(model, FRESH, frozenset(info["missing_keys"]) | mismatched)
+    return cast(PreTrainedModel, model)
+
+
+FRESH = "parameters_not_in_checkpoint"
+
+
+def fresh_parameters(model: PreTrainedModel) -> frozenset[str]:
+    """The names of the parameters that no checkpoint gave."""
+    return getattr(model, FRESH, frozenset())

@@ -1,0 +1,162 @@
+"""The layers that take M clients' adapters at once: a frozen projection with low-rank additions, and the head's.
+
+A batch is M·b examples, client by client; a layer sees its input as (M, b·T, n) and multiplies it with stacked factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.pytorch_utils import Conv1D
+
+from pf2lora.core.randomness import keep_mask
+from pf2lora.errors import UserError
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """`client_rank` 0 leaves out D_kC_k. `scaling` and `client_scaling` are s and s̃ (lora_alpha / r).
+
+    `targets` are module names, name endings or patterns (`*.3.*.query`); empty takes the architecture's query
+    and value. `head` is trained with x and averaged ("shared"), trained and never sent ("personal"), or "frozen".
+    """
+
+    rank: int = 8
+    client_rank: int = 2
+    scaling: float = 1.0
+    client_scaling: float = 1.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    head: str = "shared"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError(f"rank is {self.rank}; it must be at least 1")
+        if not 0 <= self.client_rank < self.rank:
+            raise UserError(
+                f"client_rank is {self.client_rank} and rank {self.rank}; the client's adapter is the smaller one: "
+                f"0 <= client_rank < rank"
+            )
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout is {self.dropout}; it must lie in [0, 1)")
+        if self.head not in ("shared", "personal", "frozen"):
+            raise UserError(f"head is {self.head!r}; it must be 'shared', 'personal' or 'frozen'")
+
+
+@dataclass(frozen=True)
+class Part:
+    """An adapted slice of a layer's output. A plain projection is one part; GPT-2's c_attn holds q, k and v."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer plus the stacked adapters that `TwoLevelModel` binds for each pass."""
+
+    def __init__(
+        self, base: nn.Linear | Conv1D, parts: Sequence[Part], spec: AdapterSpec, number: int
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.parts = tuple(parts)
+        self.spec = spec
+        self.number = number  # tells the dropout masks of layers apart
+        self.in_features, self.out_features = sizes(base)
+        self.factors: tuple[Tensor, Tensor] | None = None  # (M, R, n) and (M, m, R) of all parts
+        self.key: Tensor | None = None
+        self.shares_input_with: list[
+            Adapted
+        ] = []  # the layer that gets the same input next (a list: it is no submodule)
+        self.handed: tuple[Tensor, Tensor] | None = (
+            None  # an input, and what the layer before made of it for us
+        )
+
+    def bind(self, factors: Mapping[str, tuple[Tensor, Tensor]], key: Tensor | None) -> None:
+        """Take the adapters of M clients. The parts of a fused projection become one pair, block by block."""
+        self.key = key
+        downs, ups = zip(*(factors[part.name] for part in self.parts))
+        if len(self.parts) == 1:
+            self.factors = downs[0], ups[0]
+            return
+        ranks = [down.shape[1] for down in downs]
+        blocks = [
+            pad(up, (sum(ranks[:i]), sum(ranks[i + 1 :]), part.start, self.out_features - part.stop))
+            for i, (part, up) in enumerate(zip(self.parts, ups))
+        ]
+        self.factors = torch.cat(downs, dim=1), sum(blocks[1:], blocks[0])
+
+    def unbind(self) -> None:
+        self.factors = self.key = self.handed = None
+
+    def forward(self, u: Tensor) -> Tensor:
+        out = self.base(u)
+        if self.factors is None:
+            return out
+        clients = self.factors[0].shape[0]
+        if u.shape[0] % clients:
+            raise ValueError(f"a batch of {u.shape[0]} examples cannot be shared out among {clients} clients")
+        grouped = out.view(clients, -1, self.out_features)
+        return torch.baddbmm(grouped, self.narrow(u), self.factors[1].mT).view(out.shape)
+
+    def narrow(self, u: Tensor) -> Tensor:
+        """`u [A; C]ᵀ (M, rows, R)`: computed here, or already by the layer before, which has the same input."""
+        assert self.factors is not None
+        if self.handed is not None and self.handed[0] is u:
+            inner, self.handed = self.handed[1], None
+            return inner
+        clients, rank = self.factors[0].shape[:2]
+        grouped = u.reshape(clients, -1, self.in_features)
+        if self.key is not None and self.spec.dropout:
+            mask = keep_mask(self.key, self.number, u.shape, self.spec.dropout)
+            grouped = grouped * mask.view_as(grouped).to(u.dtype) / (1 - self.spec.dropout)
+        if not self.shares_input_with or self.shares_input_with[0].factors is None:
+            return grouped @ self.factors[0].mT
+        both = grouped @ torch.cat([self.factors[0], self.shares_input_with[0].factors[0]], dim=1).mT
+        self.shares_input_with[0].handed = u, both[..., rank:]
+        return both[..., :rank]
+
+    def per_client(self, u: Tensor) -> Tensor:
+        """The layer's output for one input `(1, T, n)` that all clients share: `(M, T, m)`."""
+        out = self.base(u)
+        if self.factors is None:
+            return out
+        down, up = self.factors
+        return torch.baddbmm(out.expand(len(down), -1, -1), u.expand(len(down), -1, -1) @ down.mT, up.mT)
+
+
+class ClientLinear(nn.Module):
+    """A trainable linear layer of the head: its own weights for every client."""
+
+    def __init__(self, base: nn.Linear, name: str) -> None:
+        super().__init__()
+        self.base, self.name = base, name
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def bind(self, x: dict[str, Tensor]) -> None:
+        self.weight, self.bias = x[f"{self.name}.weight"], x.get(f"{self.name}.bias")
+
+    def unbind(self) -> None:
+        self.weight = self.bias = None
+
+    def forward(self, u: Tensor) -> Tensor:
+        if self.weight is None:
+            return self.base(u)
+        # The head is small and its logits decide: it runs in its own precision, not in the base model's.
+        grouped = u.reshape(self.weight.shape[0], -1, u.shape[-1]).to(self.weight.dtype)
+        out = grouped @ self.weight.mT
+        if self.bias is not None:
+            out = out + self.bias.unsqueeze(1)
+        return out.view(*u.shape[:-1], out.shape[-1])
+
+
+def sizes(layer: nn.Module) -> tuple[int, int]:
+    """The input and output size of a linear layer; GPT-2's Conv1D keeps its weight transposed."""
+    rows, columns = layer.weight.shape  # type: ignore[misc]
+    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)

@@ -1,0 +1,130 @@
+"""Adapters out: standard PEFT folders, and merged models.
+
+A client's `s·BA + s̃·D_kC_k` is one LoRA of rank r + r̃: `A' = [A; C]`, `B' = [sB, s̃D]`, `lora_alpha = r + r̃`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from pf2lora.adapters.base_model import fresh_parameters
+from pf2lora.adapters.layers import Adapted
+from pf2lora.adapters.two_level import TwoLevelModel
+
+PEFT_TASKS = {"classification": "SEQ_CLS", "question-answering": "QUESTION_ANS", "generation": "CAUSAL_LM"}
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def combined(layer: Adapted, x: dict[str, Tensor], y: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A layer's whole adapter as one pair `(R, n)` and `(m, R)`, of one client's tensors.
+
+    A fused projection's parts keep their own A, so theirs stand below each other and B' is block-wise.
+    """
+    downs, ups = [], []
+    for part in layer.parts:
+        down, up = x[f"{part.name}.A"], x[f"{part.name}.B"] * layer.spec.scaling
+        if f"{part.name}.C" in y:
+            down = torch.cat([down, y[f"{part.name}.C"]])
+            up = torch.cat([up, y[f"{part.name}.D"] * layer.spec.client_scaling], dim=1)
+        rows = up.new_zeros(layer.out_features, up.shape[1])
+        rows[part.start : part.stop] = up
+        downs.append(down)
+        ups.append(rows)
+    return torch.cat(downs), torch.cat(ups, dim=1)
+
+
+def one_client(model: TwoLevelModel, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """One client's named tensors from its flat vectors `(P,)` and `(Q,)`; the common model's y of zeros is nothing."""
+    common = {name: t[0] for name, t in model.x.unpack(x.detach().float().cpu()[None]).items()}
+    own = {name: t[0] for name, t in model.y.unpack(y.detach().float().cpu()[None]).items()}
+    return common, own if y.any() else {}
+
+
+def kept_whole(model: TwoLevelModel) -> list[str]:
+    """The modules that go out as they are: the head, and whatever else the checkpoint does not hold (a pooler)."""
+    roots = list(model.head_roots)
+    for name in sorted(fresh_parameters(model.model)):
+        module = name.rpartition(".")[0]
+        if not any(f"{module}.".startswith(f"{root}.") for root in roots):
+            roots.append(module)
+    return roots
+
+
+def whole_tensors(model: TwoLevelModel, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Their parameters: the trained ones, or the model's where they are frozen."""
+    state = {}
+    for root in kept_whole(model):
+        for name, parameter in model.model.get_submodule(root).state_dict(prefix=f"{root}.").items():
+            plain = name.replace(".base.", ".")
+            state[plain] = x.get(plain, parameter)
+    return state
+
+
+def save_peft(folder: Path, model: TwoLevelModel, x: Tensor, y: Tensor, task: str, base_model: str) -> None:
+    """One client's adapter and head as a folder that plain `PeftModel.from_pretrained(base, folder)` loads."""
+    common, own = one_client(model, x, y)
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for name, layer in model.adapted.items():
+        down, up = combined(layer, common, own)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down
+        tensors[f"base_model.model.{name}.lora_B.weight"] = up
+        ranks[name] = down.shape[0]
+    tensors |= {f"base_model.model.{name}": t for name, t in whole_tensors(model, common).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    contiguous = {name: t.detach().float().cpu().contiguous().clone() for name, t in tensors.items()}
+    save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
+    config = peft_config(model, ranks, task, base_model)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf8")
+
+
+def peft_config(model: TwoLevelModel, ranks: dict[str, int], task: str, base_model: str) -> dict[str, Any]:
+    """adapter_config.json. The scaling is inside B', so lora_alpha equals the rank."""
+    rank = max(ranks.values())
+    smaller = {name: r for name, r in ranks.items() if r != rank}  # beside GPT-2's fused projections
+    conv = any(isinstance(layer.base, Conv1D) for layer in model.adapted.values())
+    return {
+        "peft_type": "LORA",
+        "task_type": PEFT_TASKS[task],
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": rank,
+        "rank_pattern": smaller,
+        "alpha_pattern": smaller,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(ranks),
+        "modules_to_save": kept_whole(model) or None,
+        "fan_in_fan_out": conv,
+        "inference_mode": True,
+    }
+
+
+@torch.no_grad()
+def merged_state(model: TwoLevelModel, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """The base model's own parameters with one client's adapter added and its head put in."""
+    common, own = one_client(model, x, y)
+    state = {name.replace(".base.", "."): t.clone() for name, t in model.model.state_dict().items()}
+    for name, layer in model.adapted.items():
+        down, up = combined(layer, common, own)
+        delta = up @ down
+        weight = state[f"{name}.weight"]
+        wide = weight.float().cpu() + (delta.T if isinstance(layer.base, Conv1D) else delta)
+        state[f"{name}.weight"] = wide.to(weight.dtype)
+    return state | whole_tensors(model, common)
+
+
+def save_merged(folder: Path, model: TwoLevelModel, x: Tensor, y: Tensor, tokenizer: Any) -> None:
+    """A merged model that needs neither PEFT nor pf2lora. The model in hand becomes the merged one."""
+    state = merged_state(model, x, y)
+    model.remove()
+    model.model.load_state_dict(state)
+    model.model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,287 @@
+"""The two-level adapter `W_k = W_0 + s·BA + s̃·D_kC_k` with a leading client axis, in any transformers model.
+
+The frozen base model is held once. A batch is M·b examples, client by client; an adapted layer sees its input
+as (M, b·T, n) and multiplies it with the stacked adapters.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from pf2lora.adapters.architectures import (
+    ARCHITECTURES,
+    HEADS,
+    Architecture,
+    needed_mask,
+    stack_relative_positions,
+)
+from pf2lora.adapters.base_model import fresh_parameters
+from pf2lora.adapters.layers import Adapted, AdapterSpec, ClientLinear, Part, sizes
+from pf2lora.core.layout import Entry, Kind, Layout
+from pf2lora.core.randomness import generator
+from pf2lora.core.second_order import is_differentiated_twice
+from pf2lora.errors import UserError
+
+
+class TwoLevelModel:
+    """A frozen transformers model whose target layers take M clients' adapters at once."""
+
+    def __init__(self, model: PreTrainedModel, spec: AdapterSpec) -> None:
+        self.model, self.spec = model, spec
+        self.architecture = ARCHITECTURES.get(model.config.model_type, Architecture(()))
+        model.requires_grad_(False)
+        model.eval()  # the base model's own dropout stays off: its masks would depend on who shares the pass
+        self.adapted = self._inject(find_targets(model, spec.targets, self.architecture))
+        self.heads = self._stack_heads() if spec.head != "frozen" else {}
+        if model.config.model_type == "deberta-v2":
+            stack_relative_positions(model)
+        self.x, self.y = self._layouts()
+        self.compiled: Callable[..., Any] | None = None
+
+    def _inject(self, targets: list[str]) -> dict[str, Adapted]:
+        adapted: dict[str, Adapted] = {}
+        for number, name in enumerate(targets):
+            base = self.model.get_submodule(name)
+            assert isinstance(base, (nn.Linear, Conv1D))
+            smallest = min(sizes(base))
+            if self.spec.rank > smallest:
+                raise UserError(
+                    f"rank {self.spec.rank} is above the size of layer {name!r}, which is {smallest}"
+                )
+            layer = Adapted(base, split_parts(name, base, self.architecture), self.spec, number)
+            self.model.set_submodule(name, layer)
+            adapted[name] = layer
+        if self.architecture.attention != "own" and not self.spec.dropout:
+            for (name, layer), (other, after) in pairwise(adapted.items()):
+                (parent, _, end), (same, _, other_end) = name.rpartition("."), other.rpartition(".")
+                if parent == same and {end, other_end} == set(self.architecture.targets):
+                    layer.shares_input_with = [after]  # query and value of one attention see the same input
+        return adapted
+
+    @property
+    def head_roots(self) -> list[str]:
+        """The modules that make up the task's head."""
+        return [n for n, _ in self.model.named_children() if n in HEADS + self.architecture.extra_head]
+
+    def _stack_heads(self) -> dict[str, ClientLinear]:
+        heads: dict[str, ClientLinear] = {}
+        for root in self.head_roots:
+            for name, module in list(self.model.get_submodule(root).named_modules(prefix=root)):
+                if isinstance(module, nn.Linear):
+                    self.model.set_submodule(name, ClientLinear(module, name))
+                    heads[name] = self.model.get_submodule(name)  # type: ignore[assignment]
+                elif next(module.parameters(recurse=False), None) is not None:
+                    raise UserError(
+                        f"the head's module {name!r} is a {type(module).__name__}; only linear layers can be trained "
+                        f"per client: use head = 'frozen'"
+                    )
+        return heads
+
+    def _layouts(self) -> tuple[Layout, Layout]:
+        shapes = {
+            p.name: (p.stop - p.start, layer.in_features)
+            for layer in self.adapted.values()
+            for p in layer.parts
+        }
+        common = factor_entries(shapes, "A", "B", self.spec.rank)
+        own = factor_entries(shapes, "C", "D", self.spec.client_rank) if self.spec.client_rank else []
+        adapter = sum(e.size for e in common)
+        for name, head in self.heads.items():
+            common += [
+                Entry(name, "head", tuple(p.shape), which) for which, p in head.base.named_parameters()
+            ]
+        shared = sum(e.size for e in common) if self.spec.head == "shared" else adapter
+        return Layout(tuple(common), shared), Layout(tuple(own), 0)
+
+    def initial(
+        self, seed: int, names: Sequence[str], dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """The first x and y: the same A for every client, each client its own C, as LoRA initialises A; B = D = 0.
+
+        A head that the checkpoint holds starts from it, a new one as transformers starts it, by the seed.
+        """
+        heads = {
+            f"{name}.{which}": parameter
+            for name, head in self.heads.items()
+            for which, parameter in head.base.named_parameters()
+            if f"{name}.{which}" not in fresh_parameters(self.model)
+        }
+        deviation = getattr(self.model.config, "initializer_range", 0.02)
+
+        def row(layout: Layout, *owner: str) -> Tensor:
+            values = [
+                first_values(e, generator(seed, *owner, e.name), heads, deviation) for e in layout.entries
+            ]
+            return torch.cat(values) if values else torch.zeros(0)
+
+        x = row(self.x, "common").to(dtype).expand(len(names), -1).clone()
+        return x, torch.stack([row(self.y, "client", name) for name in names]).to(dtype)
+
+    def __call__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        key: Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """The model's output for M clients' examples, client-major, with their adapters.
+
+        The mask tells the tokens from the padding on their right; None: there is no padding.
+        """
+        mask = needed_mask(self.architecture, attention_mask, self.dtype)
+        with self.bound(x, y, key) as model:
+            fast = self.compiled is not None and not is_differentiated_twice()
+            return (self.compiled if fast else model)(attention_mask=mask, **inputs)  # type: ignore[misc]
+
+    def compile(self) -> None:
+        """Let torch compile the model's passes: fused kernels, after some seconds for each shape of a batch."""
+        self.compiled = torch.compile(self.model, dynamic=False)
+
+    @contextmanager
+    def bound(self, x: Tensor, y: Tensor, key: Tensor | None = None) -> Iterator[PreTrainedModel]:
+        """The transformers model with the M clients' adapters in place, for calls of its own such as `generate`.
+
+        Its batches are client-major; beam search repeats each example in place, which keeps them so.
+        """
+        factors, heads = self.factors(x, y)
+        for layer in self.adapted.values():
+            layer.bind(factors, key)
+        for head in self.heads.values():
+            head.bind(heads)
+        try:
+            yield self.model
+        finally:
+            self.unbind()
+
+    def factors(self, x: Tensor, y: Tensor) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+        """Every part's `[A; C] (M, R, n)` and `[sB, s̃D] (M, m, R)` in the base model's precision, and the head.
+
+        Side by side, both adapters cost a layer one pair of small products; and all layers of one shape are put
+        together, scaled and rounded as one block.
+        """
+        downs: list[Tensor] = []
+        ups: list[Tensor] = []
+        heads: dict[str, Tensor] = {}
+        own = iter(self.y.blocks(y))
+        for run, block in zip(self.x.runs, self.x.blocks(x)):
+            kind = run[0].kind
+            if kind == "head":
+                heads |= {entry.name: view for entry, view in zip(run, block.unbind(1))}
+                continue
+            if kind == "B":
+                block = block * self.spec.scaling if self.spec.scaling != 1 else block
+            if self.spec.client_rank:
+                beside = next(own)
+                if kind == "B" and self.spec.client_scaling != 1:
+                    beside = beside * self.spec.client_scaling
+                block = torch.cat([block, beside], dim=-1 if kind == "B" else -2)
+            block = aligned(block.to(self.dtype), -1 if kind == "B" else -2)
+            (ups if kind == "B" else downs).extend(block.unbind(1))
+        return dict(zip(self.layer_names, zip(downs, ups))), heads
+
+    def unbind(self) -> None:
+        """Forget the adapters: the model is the frozen base again, and no graph is kept alive."""
+        for layer in self.adapted.values():
+            layer.unbind()
+        for head in self.heads.values():
+            head.unbind()
+
+    def remove(self) -> None:
+        """Give the base model its own layers back, so that it can be adapted anew."""
+        self.unbind()
+        layers: dict[str, Adapted | ClientLinear] = {**self.adapted, **self.heads}
+        for name, layer in layers.items():
+            self.model.set_submodule(name, layer.base)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The base model's precision."""
+        return next(iter(self.adapted.values())).base.weight.dtype
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The adapted parts, in the order of the layouts: equal shapes together, within them as in the model."""
+        return [e.module for e in self.x.entries if e.kind == "A"]
+
+
+def aligned(block: Tensor, dim: int) -> Tensor:
+    """The rank filled up with zeros to a multiple of 8 on a CUDA device in 16 bits, whose fast products need that."""
+    missing = -block.shape[dim] % 8
+    if not missing or block.device.type != "cuda" or block.element_size() != 2:
+        return block
+    return pad(block, (0, missing) if dim == -1 else (0, 0, 0, missing))
+
+
+def factor_entries(shapes: Mapping[str, tuple[int, int]], down: Kind, up: Kind, rank: int) -> list[Entry]:
+    """The factors of layers `(m, n)`: equal shapes side by side, all of one kind before the other."""
+    order = list(dict.fromkeys(shapes.values()))
+    names = sorted(shapes, key=lambda name: order.index(shapes[name]))
+    return [Entry(name, down, (rank, shapes[name][1])) for name in names] + [
+        Entry(name, up, (shapes[name][0], rank)) for name in names
+    ]
+
+
+def first_values(
+    entry: Entry, random: torch.Generator, heads: Mapping[str, Tensor], deviation: float
+) -> Tensor:
+    """A and C Kaiming-uniform with a = √5, as LoRA does: uniform in ±1/√n; B and D zero; a new head normal."""
+    if entry.name in heads:
+        return heads[entry.name].detach().cpu().flatten()
+    if entry.kind in ("B", "D") or entry.parameter == "bias":
+        return torch.zeros(entry.size)
+    if entry.kind == "head":
+        return torch.randn(entry.size, generator=random) * deviation
+    bound = 1 / math.sqrt(entry.shape[1])
+    return (torch.rand(entry.size, generator=random) * 2 - 1) * bound
+
+
+def split_parts(name: str, base: nn.Module, architecture: Architecture) -> list[Part]:
+    out = sizes(base)[1]
+    if not (architecture.fused and any(name.endswith(t) for t in architecture.targets)):
+        return [Part(name, 0, out)]
+    width = out // len(architecture.fused)
+    return [
+        Part(f"{name}.{part}", i * width, (i + 1) * width)
+        for i, part in enumerate(architecture.fused)
+        if part in architecture.adapted_parts
+    ]
+
+
+def find_targets(model: nn.Module, wanted: Sequence[str], architecture: Architecture) -> list[str]:
+    """The linear layers that `wanted` names, by name, ending or pattern; the architecture's default without."""
+    head = HEADS + architecture.extra_head
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and name.split(".")[0] not in head
+    ]
+    patterns = list(wanted) or list(architecture.targets)
+    found = [n for n in linear if any(matches(n, p) for p in patterns)]
+    unmatched = [p for p in patterns if not any(matches(n, p) for n in linear)]
+    if unmatched or not found:
+        candidates = sorted({n.split(".")[-1] for n in linear})
+        what = (
+            f"no layer matches the target {unmatched[0]!r}" if unmatched else "no default targets are known"
+        )
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise UserError(
+            f"{what} in this model ({kind}); linear layers to choose from: {', '.join(candidates)}"
+        )
+    return found
+
+
+def matches(name: str, pattern: str) -> bool:
+    return name == pattern or name.endswith(f".{pattern}") or fnmatch.fnmatchcase(name, pattern)

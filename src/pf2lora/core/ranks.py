@@ -1,0 +1,99 @@
+"""What the adapters learned: singular values, ranks and sizes of their products, without forming a large matrix.
+
+A product `up @ down` of rank R is never multiplied out: its singular values are those of an R × R matrix, from QR
+decompositions of the two factors, and its Frobenius norm comes from two R × R Gram matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pf2lora.core.layout import Layout
+
+SHARE = 0.9
+ROUNDING = 1e-6  # of the sum: nine of ten equal singular values are nine tenths, whatever the rounding
+
+
+def singular_values(down: Tensor, up: Tensor) -> Tensor:
+    """The singular values of `up (…, m, R) @ down (…, R, n)` that can be other than zero, in descending order."""
+    left = torch.linalg.qr(up, mode="r").R
+    right = torch.linalg.qr(down.mT, mode="r").R
+    return torch.linalg.svdvals(left @ right.mT)
+
+
+def ninety_percent_rank(singular_values: Tensor) -> Tensor:
+    """The paper's rank: how many of the largest singular values (last axis, descending) make up 90% of their sum.
+
+    A zero matrix has rank 0.
+    """
+    sums = singular_values.cumsum(-1)
+    total = sums[..., -1:]
+    short = sums < (SHARE - ROUNDING) * total
+    return (short.sum(-1) + 1) * (total[..., 0] > 0)
+
+
+def product_norm(down: Tensor, up: Tensor) -> Tensor:
+    """‖up @ down‖_F from the small Gram matrices: ‖BA‖² = ⟨BᵀB, AAᵀ⟩."""
+    return ((up.mT @ up) * (down @ down.mT)).sum((-2, -1)).clamp_min(0).sqrt()
+
+
+def learned_ranks(
+    layout_x: Layout,
+    layout_y: Layout,
+    x: Tensor,
+    y: Tensor,
+    scaling: float = 1.0,
+    client_scaling: float = 1.0,
+) -> Tensor:
+    """The rank by the 90% rule of `s·BA + s̃·D_kC_k`, per client and module `(M, modules)`."""
+    products = _products(layout_x, layout_y, x, y, scaling, client_scaling)
+    return torch.stack([ninety_percent_rank(singular_values(down, up)) for down, up in products], dim=1)
+
+
+def client_share(
+    layout_x: Layout,
+    layout_y: Layout,
+    x: Tensor,
+    y: Tensor,
+    scaling: float = 1.0,
+    client_scaling: float = 1.0,
+) -> Tensor:
+    """‖s̃·D_kC_k‖_F / ‖s·BA‖_F over all modules, per client `(M,)`; NaN where BA is zero, as before the first step."""
+    own = client_scaling * _norm(layout_y, y, "D", "C")
+    common = scaling * _norm(layout_x, x, "B", "A")
+    return torch.where(common > 0, own / common, torch.nan)
+
+
+def reduced_rank_regression(inputs: Tensor, targets: Tensor, rank: int) -> Tensor:
+    """The W `(…, n, m)` of at most this rank that minimises ‖inputs W − targets‖_F (Reinsel and Velu, Theorem 2.2).
+
+    The least-squares solution, projected on the `rank` leading principal directions of its fitted values.
+    """
+    full = torch.linalg.lstsq(inputs, targets).solution
+    directions = torch.linalg.svd(inputs @ full, full_matrices=False).Vh[..., :rank, :]
+    return full @ directions.mT @ directions
+
+
+def _products(
+    layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor, scaling: float, client_scaling: float
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each module's factors (down, up) of `s·BA + s̃·D_kC_k = [s·B, s̃·D_k] [A; C_k]`."""
+    common, own = layout_x.unpack(x), layout_y.unpack(y)
+    for up, down in layout_x.pairs("B", "A"):
+        A, B = common[down.name], scaling * common[up.name]
+        if f"{up.module}.D" in own:
+            A = torch.cat([A, own[f"{up.module}.C"]], dim=-2)
+            B = torch.cat([B, client_scaling * own[f"{up.module}.D"]], dim=-1)
+        yield A, B
+
+
+def _norm(layout: Layout, flat: Tensor, up: str, down: str) -> Tensor:
+    """The Frobenius norm of all modules' products together, per client."""
+    views = layout.unpack(flat)
+    total = flat.new_zeros(flat.shape[0])
+    for ups, downs in layout.pairs(up, down):  # type: ignore[arg-type]
+        total = total + product_norm(views[downs.name], views[ups.name]).square()
+    return total.sqrt()

@@ -1,0 +1,201 @@
+"""Batches of several clients at once, drawn by number: which rows are in a client's n-th batch is a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pf2lora.core.randomness import numpy_generator, stream_seed
+
+
+@dataclass(frozen=True)
+class Batch:
+    """M·b rows, client by client. `key (M,)` is where the dropout masks of this batch come from.
+
+    `full` is known without asking the device: no row is padded, so attention needs no mask and its fastest kernel.
+    """
+
+    clients: int
+    tensors: dict[str, Tensor]
+    key: Tensor | None = None
+    full: bool = False
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The attention mask, where there is anything to mask."""
+        return None if self.full else self.tensors["attention_mask"]
+
+    def first(self, count: int) -> Batch:
+        """Each client's first `count` rows."""
+        rows = next(iter(self.tensors.values())).shape[0] // self.clients
+        if count >= rows:
+            return self
+        cut = {
+            n: t.unflatten(0, (self.clients, rows))[:, :count].flatten(0, 1) for n, t in self.tensors.items()
+        }
+        return Batch(self.clients, cut, self.key, self.full)
+
+
+class BatchSource(Protocol):
+    """Where an engine gets batches. Clients are given by position."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    @property
+    def sizes(self) -> list[int]: ...
+
+    def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
+        """Batch number `numbers[i]` of `clients[i]`, together."""
+        ...
+
+
+@lru_cache(maxsize=4096)
+def epoch_order(seed: int, name: str, epoch: int, rows: int) -> np.ndarray:
+    """A client's rows in the order of one epoch; nobody else's presence changes it."""
+    return numpy_generator(seed, "order", name, epoch).permutation(rows)
+
+
+def stream_rows(seed: int, name: str, rows: int, start: int, stop: int) -> np.ndarray:
+    """Positions `start : stop` of a client's endless stream: epochs are shuffled and run on without a gap."""
+    pieces = []
+    while start < stop:
+        epoch, within = divmod(start, rows)
+        piece = epoch_order(seed, name, epoch, rows)[within : within + stop - start]
+        pieces.append(piece)
+        start += len(piece)
+    return np.concatenate(pieces)
+
+
+def batch_rows(seed: int, name: str, rows: int, number: int, size: int) -> np.ndarray:
+    """The rows of a client's batch `number`."""
+    return stream_rows(seed, name, rows, number * size, (number + 1) * size)
+
+
+@lru_cache(maxsize=4096)
+def window_order(seed: int, window: int, batches: int) -> np.ndarray:
+    """In which order a window's batches come, by length; the same for all clients, so that long meets long."""
+    return numpy_generator(seed, "window", window).permutation(batches)
+
+
+def batch_rows_by_length(
+    seed: int, name: str, lengths: np.ndarray, number: int, size: int, window: int
+) -> np.ndarray:
+    """Like `batch_rows`, but the rows of `window` batches in a row are shared out among these batches by length.
+
+    Each row comes as often as before; batches hold rows of like length, which pad little. A client's batches do not
+    depend on who else is there.
+    """
+    which, within = divmod(number, window)
+    rows = stream_rows(seed, name, len(lengths), which * window * size, (which + 1) * window * size)
+    by_length = rows[np.argsort(lengths[rows], kind="stable")].reshape(window, size)
+    return by_length[window_order(seed, which, window)[within]]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokenised rows of several clients, side by side on one device; client k's are `starts[k] : starts[k + 1]`.
+
+    `token_columns` are (N, T) and cut to a batch's longest row, `row_columns` (N, …) are taken whole.
+    """
+
+    token_columns: dict[str, Tensor]
+    row_columns: dict[str, Tensor]
+    lengths: np.ndarray
+    starts: tuple[int, ...]
+    pad_to_multiple_of: int = 1  # a batch's length is rounded up to this
+
+    def sizes(self) -> list[int]:
+        return [stop - start for start, stop in zip(self.starts, self.starts[1:])]
+
+    def length(self, index: np.ndarray) -> int:
+        """How long the rows at `index` are when they are padded to the longest of them."""
+        width = next(iter(self.token_columns.values())).shape[1]
+        return min(
+            width, -(-int(self.lengths[index].max()) // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        )
+
+    def rows(self, index: np.ndarray, length: int | None = None) -> dict[str, Tensor]:
+        """The rows at `index`, padded to `length` or the longest of them; no synchronisation with the device."""
+        length = length or self.length(index)
+        device = self.device
+        at = torch.from_numpy(index).to(device, non_blocking=True)
+        out = {
+            name: column[:, :length].index_select(0, at).long() for name, column in self.token_columns.items()
+        }
+        lengths = torch.from_numpy(self.lengths[index]).to(device, non_blocking=True)
+        out["attention_mask"] = (torch.arange(length, device=device) < lengths.unsqueeze(1)).long()
+        return out | {name: column.index_select(0, at) for name, column in self.row_columns.items()}
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.token_columns.values())).device
+
+    def to(self, device: torch.device) -> Self:
+        """The same rows on a device; CUDA's fast products need lengths in eights."""
+        return replace(
+            self,
+            pad_to_multiple_of=max(self.pad_to_multiple_of, 8)
+            if device.type == "cuda"
+            else self.pad_to_multiple_of,
+            token_columns={name: column.to(device) for name, column in self.token_columns.items()},
+            row_columns={name: column.to(device) for name, column in self.row_columns.items()},
+        )
+
+    def pooled(self) -> Encoded:
+        """The same rows as one client's."""
+        return Encoded(
+            self.token_columns, self.row_columns, self.lengths, (0, self.starts[-1]), self.pad_to_multiple_of
+        )
+
+
+@dataclass(frozen=True)
+class EncodedSource:
+    """Training batches of `size` rows from encoded clients. With `keyed`, batches carry dropout keys; with a
+    `window` above 1, rows of like length share a batch; `alike` batches in a row (those of one step) have one length,
+    so that a step that is recorded needs one recording for each length and not for each pair."""
+
+    data: Encoded
+    names: list[str]
+    size: int
+    seed: int
+    keyed: bool = False
+    window: int = 1
+    alike: int = 1
+
+    @property
+    def sizes(self) -> list[int]:
+        return self.data.sizes()
+
+    def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
+        index = self.rows(clients, numbers)
+        length = self.data.length(index)
+        if self.alike > 1:
+            first = [number - number % self.alike for number in numbers]
+            of_step = (self.rows(clients, [n + i for n in first]) for i in range(self.alike))
+            length = max(self.data.length(rows) for rows in of_step)
+        tensors = self.data.rows(index, length)
+        key = None
+        if self.keyed:
+            seeds = [stream_seed(self.seed, "dropout", self.names[k], n) for k, n in zip(clients, numbers)]
+            key = torch.tensor(seeds, device=tensors["attention_mask"].device)
+        full = bool((self.data.lengths[index] == tensors["input_ids"].shape[1]).all())
+        return Batch(len(clients), tensors, key, full)
+
+    def rows(self, clients: Sequence[int], numbers: Sequence[int]) -> np.ndarray:
+        """Where the rows of these batches lie."""
+        return np.concatenate([self.client_rows(k, number) for k, number in zip(clients, numbers)])
+
+    def client_rows(self, k: int, number: int) -> np.ndarray:
+        """Where the rows of client k's batch `number` lie."""
+        start, stop = self.data.starts[k : k + 2]
+        if self.window == 1:
+            return start + batch_rows(self.seed, self.names[k], stop - start, number, self.size)
+        lengths = self.data.lengths[start:stop]
+        return start + batch_rows_by_length(self.seed, self.names[k], lengths, number, self.size, self.window)

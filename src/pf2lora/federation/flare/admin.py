@@ -1,0 +1,114 @@
+"""What the lead does from anywhere: submit a run, see how it stands, stop it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from pf2lora.errors import UserError
+from pf2lora.federation import require_nvflare
+from pf2lora.federation.flare.provision import SCOPE, SERVER_CLASSES, SITE_CLASSES
+from pf2lora.federation.protocol.plan import Plan
+
+POLL = 0.1  # seconds between a site's questions for work
+
+
+def write_job(plan: Plan, folder: Path) -> Path:
+    """FLARE's job folder. It carries the plan and two class names: no code, no data."""
+    job = folder / plan.name
+    config = job / "app" / "config"
+    config.mkdir(parents=True)
+    meta = {
+        "name": plan.name,
+        "resource_spec": {},
+        "deploy_map": {"app": ["@ALL"]},
+        "min_clients": plan.needed(len(plan.sites)),
+        "scope": SCOPE,
+    }
+    args = {"plan": plan.to_json()}
+    server = {
+        "format_version": 2,
+        "server": {"heart_beat_timeout": 600, "task_request_interval": POLL},
+        "workflows": [{"id": "rounds", "path": SERVER_CLASSES[0], "args": args}],
+    }
+    client = {
+        "format_version": 2,
+        "executors": [{"tasks": ["*"], "executor": {"path": SITE_CLASSES[0], "args": args}}],
+    }
+    for path, value in (
+        (job / "meta.json", meta),
+        (config / "config_fed_server.json", server),
+        (config / "config_fed_client.json", client),
+    ):
+        path.write_text(json.dumps(value, indent=1))
+    return job
+
+
+@contextmanager
+def session(kit: Path) -> Iterator[Any]:
+    """A session of the person whose kit this is; what the engine prints stays out of the way."""
+    require_nvflare()
+    file = kit / "startup" / "fed_admin.json"
+    if not file.is_file():
+        raise UserError(f"{str(kit)!r} is no person's kit: submit, status and stop take the lead's")
+    from nvflare.fuel.f3.cellnet.cell_cipher import InvalidCertChain
+    from nvflare.fuel.flare_api.api_spec import AuthenticationError, AuthorizationError, NoConnection
+    from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+    settings = json.loads(file.read_text())["admin"]
+    where = f"{settings['host']}:{settings['port']}"
+    chatter = StringIO()
+    found = None
+    try:
+        with redirect_stdout(chatter), redirect_stderr(chatter):
+            found = new_secure_session(settings["username"], str(kit.resolve()), timeout=15.0)
+        yield found
+    except AuthorizationError:
+        raise UserError(f"{settings['username']} may not do this: its role is not the lead's") from None
+    except (AuthenticationError, InvalidCertChain):
+        who = settings["username"]
+        raise UserError(f"{who}'s certificate is not of the authority of the federation at {where}") from None
+    except NoConnection:
+        raise UserError(f"no server answers at {where}: is it started, and is the address right?") from None
+    finally:
+        if found is not None:
+            with redirect_stdout(chatter), redirect_stderr(chatter):
+                found.close()
+
+
+def submit(kit: Path, plan: Plan) -> str:
+    """Hand the plan to the server; the job's id."""
+    with session(kit) as flare, tempfile.TemporaryDirectory() as scratch:
+        return str(flare.submit_job(str(write_job(plan, Path(scratch)))))
+
+
+def runs(kit: Path) -> list[dict[str, Any]]:
+    """Every job of this federation, newest first; `pf2lora` says where it stands or how it ended."""
+    from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
+
+    with session(kit) as flare:
+        found = flare.list_jobs(detailed=True)
+        for job in found:
+            if job["status"] == "RUNNING":
+                with suppress(JobNotFound, JobNotRunning):  # it may end while we look
+                    job["pf2lora"] = (
+                        flare.show_stats(job["job_id"], "server").get("server", {}).get("pf2lora")
+                    )
+        return sorted(found, key=lambda job: job["submit_time"], reverse=True)
+
+
+def stop_run(kit: Path, name: str) -> list[str]:
+    """Stop the jobs of a run; their ids."""
+    active = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")
+    with session(kit) as flare:
+        ids = [
+            j["job_id"] for j in flare.list_jobs(detailed=True) if j["name"] == name and j["status"] in active
+        ]
+        for job in ids:
+            flare.abort_job(job)
+        return ids

@@ -1,0 +1,204 @@
+"""Starting and stopping a participant from its kit, and what is checked before."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from pf2lora.errors import UserError
+from pf2lora.federation import require_nvflare
+
+PATIENCE = 10.0  # seconds between asking a process to stop and making it
+ENGINE = {
+    "NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5"
+}  # a job's end does not wait 900 s for a site that is gone
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A start-up kit: the server's or a site's."""
+
+    folder: Path
+    name: str
+    server: bool
+    settings: Mapping[str, Any]  # FLARE's start-up file
+
+    @property
+    def port(self) -> int:
+        return int(self.settings["servers"][0]["service"]["target"].rsplit(":", 1)[1])
+
+
+def open_kit(folder: Path) -> Kit:
+    """A kit, checked: complete, its certificate in date, its key readable by its owner only."""
+    require_nvflare()
+    for server, file in ((True, "fed_server.json"), (False, "fed_client.json")):
+        path = folder / "startup" / file
+        if path.is_file():
+            settings = json.loads(path.read_text())
+            name = "server" if server else settings["client"]["fqsn"]
+            kit = Kit(folder.resolve(), name, server, settings)
+            check_certificate(kit)
+            return kit
+    raise UserError(f"{str(folder)!r} is no start-up kit: `pf2lora federation provision` makes kits")
+
+
+def check_certificate(kit: Kit) -> None:
+    from cryptography import x509
+
+    which = "server" if kit.server else "client"
+    startup = kit.folder / "startup"
+    for file in (f"{which}.crt", "rootCA.pem"):
+        try:
+            certificate = x509.load_pem_x509_certificate((startup / file).read_bytes())
+        except (OSError, ValueError):
+            raise UserError(
+                f"{startup / file} is missing or damaged: ask for a new kit for {kit.name}"
+            ) from None
+        ends = certificate.not_valid_after_utc
+        if ends < datetime.now(UTC):
+            raise UserError(
+                f"the certificate of {kit.name} ({file}) expired on {ends:%Y-%m-%d}: "
+                f"make new kits with `pf2lora federation provision`"
+            )
+    key = startup / f"{which}.key"
+    if key.exists() and stat.S_IMODE(key.stat().st_mode) & 0o077:
+        raise UserError(f"the private key {key} can be read by others: chmod 600 it")
+
+
+def check_port(kit: Kit) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", kit.port))
+        except OSError:
+            raise UserError(
+                f"port {kit.port} is in use on this machine: stop what uses it, or provision the project with "
+                f"another port"
+            ) from None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def command(kit: Kit) -> list[str]:
+    """FLARE's own entry point for the kit."""
+    kind, module = ("server", "server.server_train") if kit.server else ("client", "client.client_train")
+    settings = ["secure_train=true", "org=pf2lora", "config_folder=config"]
+    settings += [] if kit.server else [f"uid={kit.name}"]
+    entry = f"nvflare.private.fed.app.{module}"
+    return [
+        sys.executable,
+        "-u",
+        "-m",
+        entry,
+        "-m",
+        str(kit.folder),
+        "-s",
+        f"fed_{kind}.json",
+        "--set",
+        *settings,
+    ]
+
+
+def start(
+    kit: Kit, log: IO[bytes] | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a participant; it runs until it is stopped."""
+    if kit.server:
+        check_port(kit)
+    else:
+        from pf2lora.federation.protocol.work import SITE_FILE, read_site_file
+
+        read_site_file(kit.folder / "local" / SITE_FILE)
+    (kit.folder / "transfer").mkdir(exist_ok=True)
+    with locked(kit) as lock:
+        return subprocess.Popen(
+            command(kit),
+            cwd=kit.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT if log else None,
+            env=os.environ | ENGINE | dict(environment or {}),
+            start_new_session=True,
+            pass_fds=(lock.fileno(),),  # the lock lives as long as the participant
+        )
+
+
+@contextmanager
+def locked(kit: Kit) -> Iterator[IO[str]]:
+    """A kit is one participant: started twice, the two would push each other out of the federation for ever."""
+    with (kit.folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{kit.name} is running already from {kit.folder}; stop it first") from None
+        yield lock
+
+
+def stop(*processes: subprocess.Popen[bytes]) -> None:
+    """End the processes and everything they started (job processes run in sessions of their own)."""
+    import psutil
+
+    family: list[psutil.Process] = []
+    for process in processes:
+        try:
+            parent = psutil.Process(process.pid)
+            family += [parent, *parent.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+    for member in family:
+        try:
+            member.send_signal(signal.SIGTERM)
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE)
+    for member in alive:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    for process in processes:
+        process.wait()
+
+
+@contextmanager
+def running(processes: dict[str, subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Everything in `processes` is stopped at the end, whatever ends it."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        stop(*processes.values())
+        signal.signal(signal.SIGTERM, before)
+
+
+def in_foreground(kit: Kit) -> int:
+    """Run a participant until it ends or Ctrl-C; its exit code."""
+    process = start(kit)
+    with running({kit.name: process}):
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+        except KeyboardInterrupt:
+            return 0
+    return process.returncode

@@ -1,0 +1,242 @@
+"""Start-up kits: one folder per participant with its certificate and its hardened policies.
+
+A kit's `startup/` is signed and FLARE's; its `local/` is the site's own: what classes a job may name, what may leave,
+who may do what. Nothing in a job can change it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pf2lora.errors import UserError, unknown
+from pf2lora.federation import require_nvflare
+from pf2lora.federation.protocol.plan import check_name
+from pf2lora.run.config import read_toml
+
+SCOPE = "pf2lora"
+SITE_CLASSES = ["pf2lora.federation.flare.executor.Site"]
+SERVER_CLASSES = ["pf2lora.federation.flare.controller.FederationController"]
+HEARTBEAT_TIMEOUT = 60  # seconds of silence after which a site counts as gone
+
+
+@dataclass(frozen=True)
+class Project:
+    """Who is in a federation. `host` is how sites reach the server: a name or an address."""
+
+    name: str
+    host: str
+    sites: tuple[str, ...]
+    port: int = 8002
+    lead: str = "lead@pf2lora.local"
+    members: tuple[str, ...] = ()  # may look, not act
+
+    def __post_init__(self) -> None:
+        check_name("project", self.name)
+        for site in self.sites:
+            check_name("site", site)
+            if self.sites.count(site) > 1:
+                raise UserError(f"two sites are called {site!r}; every site needs a name of its own")
+        if not self.sites:
+            raise UserError('the project names no sites: sites = ["clinic-a", "clinic-b"]')
+        if not 0 < self.port < 65536:
+            raise UserError(f"port is {self.port}; it lies between 1 and 65535")
+        for person in (self.lead, *self.members):
+            if "@" not in person:
+                raise UserError(f"{person!r} is no name of a person here: use an e-mail address")
+
+
+def read_project(path: Path) -> Project:
+    """A project file, checked."""
+    values = read_toml(path)
+    known = Project.__dataclass_fields__
+    for key in values:
+        if key not in known:
+            raise UserError(f"{path}: {unknown('key', key, known)}")
+    for key in ("name", "host", "sites"):
+        if key not in values:
+            raise UserError(f"{path}: {key} is missing (a project has name, host and sites)")
+    for key in ("sites", "members"):
+        if not isinstance(values.get(key, []), list):
+            raise UserError(f"{path}: {key} must be a list of names")
+    for key in ("sites", "members"):
+        values[key] = tuple(values.get(key, ()))
+    return Project(**values)
+
+
+def provision(project: Project, out: Path) -> dict[str, Path]:
+    """Make the kits in `out/`: server, each site, each person. The root key goes to `out/authority/` (keep it safe)."""
+    require_nvflare()
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{str(out)!r} is not empty; kits go into a new folder")
+    out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=out) as scratch:
+        made = build(project, Path(scratch))
+        kits: dict[str, Path] = {}
+        for name in ("server", *project.sites, project.lead, *project.members):
+            kits[name] = out / name
+            shutil.move(made / name, kits[name])
+        shutil.move(made.parent / "state", out / "authority")
+    harden_server(kits["server"])
+    for site in project.sites:
+        harden_site(kits[site])
+    for path in out.rglob("*"):
+        if path.is_dir():
+            path.chmod(0o700)
+        elif path.suffix == ".key" or path.parent.name == "authority":
+            path.chmod(0o600)
+    return kits
+
+
+def build(project: Project, folder: Path) -> Path:
+    """FLARE's own provisioning: certificates, signatures, start-up files."""
+    import contextlib
+    import io
+
+    from nvflare.lighter.constants import CtxKey
+    from nvflare.lighter.entity import Participant
+    from nvflare.lighter.entity import Project as FlareProject
+    from nvflare.lighter.impl.cert import CertBuilder
+    from nvflare.lighter.impl.signature import SignatureBuilder
+    from nvflare.lighter.impl.static_file import StaticFileBuilder
+    from nvflare.lighter.impl.workspace import WorkspaceBuilder
+    from nvflare.lighter.provisioner import Provisioner
+
+    organisation = {"org": "pf2lora"}
+    server = {"fed_learn_port": project.port, "admin_port": project.port, "default_host": project.host}
+    people = [(project.lead, "lead"), *((name, "member") for name in project.members)]
+    participants = [
+        Participant("server", "server", props=server, **organisation),
+        *(
+            Participant("client", s, props={"allow_log_streaming": False}, **organisation)
+            for s in project.sites
+        ),
+        *(Participant("admin", name, props={"role": role}, **organisation) for name, role in people),
+    ]
+    builders = [
+        WorkspaceBuilder(["master_template.yml"]),
+        StaticFileBuilder(config_folder="config", scheme="grpc"),
+        CertBuilder(),
+        SignatureBuilder(),
+    ]
+    described = FlareProject(project.name, "pf2lora", participants=participants)
+    chatter = io.StringIO()
+    with contextlib.redirect_stdout(chatter), contextlib.redirect_stderr(chatter):
+        context = Provisioner(str(folder), builders).provision(described)
+    if context.get(CtxKey.BUILD_ERROR):
+        raise UserError(f"the kits could not be made: {chatter.getvalue().strip().splitlines()[-1]}")
+    return Path(context[CtxKey.CURRENT_PROD_DIR])
+
+
+def harden_site(kit: Path) -> None:
+    """The site's policies: our executor and nothing else, no code in jobs, nothing out but what is declared."""
+    write(
+        kit / "local" / "resources.json",
+        {
+            "format_version": 2,
+            "class_list_enforcement_mode": "enforce",
+            "class_allow_list": SITE_CLASSES,
+            "allow_log_streaming": False,
+            "client": {"retry_timeout": 30, "compression": "None"},
+            "components": [
+                component("resource_manager", f"{RESOURCES}.resource_managers.{MANAGER}"),
+                component("resource_consumer", f"{RESOURCES}.resource_consumers.{CONSUMER}"),
+                component("process_launcher", "pf2lora.federation.flare.launcher.SteadyLauncher"),
+            ],
+        },
+    )
+    guard = {"path": "pf2lora.federation.flare.executor.AllowListFilter", "args": {}}
+    write(
+        kit / "local" / "privacy.json",
+        {"scopes": [{"name": SCOPE, "task_result_filters": [guard]}], "default_scope": SCOPE},
+    )
+    harden_everyone(kit, view="none")
+
+
+def harden_server(kit: Path) -> None:
+    """The server's policies: our controller and nothing else, its stores inside the kit."""
+    store = {"path": "pf2lora.federation.flare.resumer.Snapshots", "args": {}}
+    write(
+        kit / "local" / "resources.json",
+        {
+            "format_version": 2,
+            "class_list_enforcement_mode": "enforce",
+            "class_allow_list": SERVER_CLASSES,
+            "servers": [
+                {
+                    "admin_storage": "transfer",
+                    "max_num_clients": 1000,
+                    "heart_beat_timeout": HEARTBEAT_TIMEOUT,
+                    "admin_timeout": 10.0,
+                }
+            ],
+            "snapshot_persistor": {
+                "path": "nvflare.app_common.state_persistors.storage_state_persistor.StorageStatePersistor",
+                "args": {"uri_root": "/", "storage": store},
+            },
+            "components": [
+                component(
+                    "job_scheduler",
+                    "nvflare.app_common.job_schedulers.job_scheduler.DefaultJobScheduler",
+                    {
+                        "max_jobs": 1,
+                        "min_schedule_interval": 1.0,
+                        "max_schedule_interval": 10.0,
+                        "max_schedule_count": 10000,
+                    },
+                ),
+                component("job_manager", "pf2lora.federation.flare.resumer.Jobs"),
+                component("job_store", "nvflare.app_common.storages.filesystem_storage.FilesystemStorage"),
+                component(
+                    "process_launcher",
+                    "nvflare.app_common.job_launcher.server_process_launcher.ServerProcessJobLauncher",
+                ),
+                component("keeper", "pf2lora.federation.flare.resumer.RunResumer"),
+            ],
+        },
+    )
+    harden_everyone(kit, view="any")
+
+
+def harden_everyone(kit: Path, view: str) -> None:
+    """Who may do what: a lead runs jobs without code; a member looks; nobody gets a shell on anybody's machine.
+
+    `view` is what people may see of this machine: the server's state, and of a site nothing, errors included.
+    """
+    nothing = dict.fromkeys(("submit_job", "clone_job", "manage_job", "download_job", "operate"), "none")
+    never = dict.fromkeys(("shell_commands", "byoc", "server-predeployed-flwr"), "none")
+    lead = {
+        "submit_job": "any",
+        "clone_job": "n:submitter",
+        "manage_job": "n:submitter",
+        "download_job": "n:submitter",
+    }
+    write(
+        kit / "local" / "authorization.json",
+        {
+            "format_version": "1.0",
+            "permissions": {
+                "project_admin": nothing | never | {"view": view},
+                "org_admin": nothing | never | {"view": view},
+                "lead": lead | never | {"view": view, "operate": "none"},
+                "member": nothing | never | {"view": view},
+            },
+        },
+    )
+
+
+RESOURCES = "nvflare.app_common"
+MANAGER = "passthrough_resource_manager.PassthroughResourceManager"
+CONSUMER = "passthrough_resource_consumer.PassthroughResourceConsumer"
+
+
+def component(name: str, path: str, args: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"id": name, "path": path, "args": args or {}}
+
+
+def write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,184 @@
+"""A whole federation on one machine: a throw-away authority, a server, one process per site, mutual TLS on loopback."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pf2lora.data.client import Client, TextRow
+from pf2lora.errors import UserError
+from pf2lora.federation.flare import admin, processes
+from pf2lora.federation.flare.processes import Kit, open_kit
+from pf2lora.federation.flare.provision import Project, provision
+from pf2lora.federation.protocol import outcome, runs
+from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.work import SITE_FILE
+from pf2lora.run import folder as run_folder
+from pf2lora.run.config import Config, to_dict, to_toml
+from pf2lora.run.trial import Workload
+
+FOLDER = "federation"
+LEAD = "lead@pf2lora.local"
+STARTING = 180.0  # seconds for server and sites to find each other
+ENDED = ("finished", "failed", "stopped")
+
+Tell = Callable[[str], None]
+
+
+def rehearse(
+    config: Config, out: Path, *, options: dict[str, Any], force: bool, tell: Tell
+) -> dict[str, Any]:
+    """Run `config` in a federation of its clients and leave a normal run folder. An unfinished one is resumed."""
+    from pf2lora.run.experiment import prepare
+
+    if len(config.method) != 1 or config.seeds != 1:
+        raise UserError("a federation runs one method with one seed")
+    workload = prepare(config)
+    labels = tuple(getattr(workload.task, "labels", ()))
+    shared = {
+        k: v for k, v in to_dict(config).items() if k not in ("data", "model", "device", "trackers", "title")
+    }
+    plan = Plan("rehearsal", shared, config.method[0], tuple(workload.names), labels, **options)
+    folder = out / FOLDER
+    set_up(plan, workload, out, folder, force=force, tell=tell)
+    server = open_kit(folder / "kits" / "server")
+    run = runs.run_folder(server.folder, plan.name)
+    try:
+        status = carry_out(plan, folder, server, run, tell)
+    except KeyboardInterrupt:
+        known = runs.read_status(run)
+        done = known.round if known else 0
+        tell(f"stopped, all processes ended; the same command resumes after round {done}")
+        raise
+    if status.state != "finished":
+        raise UserError(f"{status.line} (logs: {folder / 'logs'})")
+    return outcome.collect(
+        plan, workload, run, out, [folder / "sites" / site / "state" for site in plan.sites]
+    )
+
+
+def set_up(plan: Plan, workload: Workload, out: Path, folder: Path, *, force: bool, tell: Tell) -> None:
+    """Kits and each site's own files, unless an unfinished rehearsal of the same plan is there already."""
+    file = folder / "plan.json"
+    if file.is_file() and not force:
+        if json.loads(file.read_text()) != json.loads(plan.to_json()):
+            raise UserError(
+                f"{str(out)!r} holds another rehearsal; choose another --out, or --force to replace it"
+            )
+        if not (out / "result.json").exists():
+            tell("resuming the rehearsal that is here")
+            return
+    run_folder.claim(out, force=force)
+    shutil.rmtree(folder, ignore_errors=True)
+    run_folder.write_text(out / "config.toml", to_toml(workload.config))
+    project = Project("rehearsal", "localhost", plan.sites, port=processes.free_port(), lead=LEAD)
+    kits = provision(project, folder / "kits")
+    for client in workload.clients:
+        write_site(client, workload.config, folder / "sites" / client.name, kits[client.name])
+    file.write_text(plan.to_json())
+
+
+def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> None:
+    """What a real site would have of its own: data files, and the file that names them."""
+    import tomli_w
+
+    data: dict[str, Any] = {}
+    for part, key in ((client.train, "clients"), (client.test, "test")):
+        file = folder / key / f"{client.name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w", encoding="utf8") as lines:
+            for row in part:
+                lines.write(json.dumps(written(row), ensure_ascii=False) + "\n")
+        data[key] = [str(file.resolve())]
+    if client.train and isinstance(client.train[0], TextRow):
+        data |= {"text": "text", "label": "label"}
+        data |= {"pair": "pair"} if client.train[0].pair is not None else {}
+    model = Path(config.model)
+    own = {
+        "model": str(model.resolve()) if model.exists() else config.model,
+        "state": str((folder / "state").resolve()),
+        "device": config.device,
+        "precision": config.precision,
+        "data": data,
+    }
+    (kit / "local" / SITE_FILE).write_text(tomli_w.dumps(own))
+
+
+def written(row: Any) -> dict[str, Any]:
+    return {k: v for k, v in asdict(row).items() if v is not None}
+
+
+def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> runs.Status:
+    """Start everybody, submit, watch; everything that was started is stopped at the end."""
+    logs = folder / "logs"
+    logs.mkdir(exist_ok=True)
+    cores = max(1, (os.cpu_count() or 1) // len(plan.sites))
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores))}
+    started: dict[str, Any] = {}
+    said = len(runs.said(run))
+    began = time.time()
+    with processes.running(started):
+        for kit in (server, *(open_kit(folder / "kits" / site) for site in plan.sites)):
+            with (logs / f"{kit.name}.log").open("ab") as log:
+                started[kit.name] = processes.start(kit, log, environment)
+            if kit.server:
+                wait_for(lambda: listening(server.port), started, logs, "the server to listen")
+        there = [server.folder / runs.SITES / site for site in plan.sites]
+        wait_for(lambda: all(newer(f, began) for f in there), started, logs, "the sites to register")
+        tell(f"server and {len(plan.sites)} sites are connected on port {server.port} (mutual TLS)")
+        admin.submit(folder / "kits" / LEAD, plan)
+        while True:
+            for line in runs.said(run, said):
+                tell(line)
+                said += 1
+            status = runs.read_status(run)
+            if status and status.time > began and status.state in ENDED:
+                return status
+            check_alive(started, logs)
+            time.sleep(0.2)
+
+
+def wait_for(condition: Callable[[], bool], started: dict[str, Any], logs: Path, what: str) -> None:
+    until = time.monotonic() + STARTING
+    while not condition():
+        check_alive(started, logs)
+        if time.monotonic() > until:
+            raise UserError(f"waited {STARTING:g} s for {what}; the logs are in {logs}")
+        time.sleep(0.1)
+
+
+def check_alive(started: dict[str, Any], logs: Path) -> None:
+    for name, process in started.items():
+        if process.poll() is not None:
+            raise UserError(
+                f"{name} ended by itself (exit code {process.returncode}); its log is {logs / name}.log"
+            )
+
+
+def newer(file: Path, when: float) -> bool:
+    return file.exists() and file.stat().st_mtime >= when - 1
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("localhost", port)) == 0
+
+
+def with_sites(config: Config, sites: int | None) -> Config:
+    """The config for so many sites, where the data is shared out by a rule."""
+    if sites is None:
+        return config
+    if sites < 1:
+        raise UserError(f"--sites is {sites}; a federation needs at least one")
+    if config.data.dataset is not None or config.data.partition is not None:
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, num_clients=sites))
+    return config

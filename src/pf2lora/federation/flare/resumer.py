@@ -1,0 +1,116 @@
+"""What lives in the server's main process: the stores, and the keeper of unfinished runs. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FLContextKey, SystemComponents
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
+from nvflare.apis.job_def import JobMetaKey
+from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
+
+from pf2lora.federation.protocol.runs import ALIVE, SITES, Status, read_status, say, write_status
+
+TRIES = 3  # continuations without a finished round in between
+
+
+class RunResumer(FLComponent):
+    """Lives in the server's main process: notes who registers, and continues a run that is not finished."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path.cwd()  # FLARE starts in the server's kit
+        self.seen: set[str] = set()  # sites heard of since this server started
+        self.tries: dict[str, tuple[int, int]] = {}  # run: (finished rounds, continuations since)
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        if event_type in (EventType.CLIENT_REGISTER_PROCESSED, EventType.CLIENT_HEARTBEAT_PROCESSED):
+            peer = fl_ctx.get_peer_context()
+            if peer and peer.get_identity_name():
+                self.heard(peer.get_identity_name(), event_type == EventType.CLIENT_REGISTER_PROCESSED)
+        elif event_type in (EventType.JOB_COMPLETED, EventType.JOB_ABORTED):
+            job = fl_ctx.get_prop(FLContextKey.EVENT_DATA)[JobMetaKey.JOB_ID.value]
+            for folder in sorted((self.root / "runs").glob("*")):
+                status = read_status(folder)
+                if status is not None and status.job == job:
+                    self.ended(folder, status, event_type == EventType.JOB_ABORTED, fl_ctx)
+                self.tell_lead(folder, job, fl_ctx)
+
+    def heard(self, site: str, registered: bool) -> None:
+        """A site found this server: it registered, or its heartbeat goes on after the server was started again."""
+        if registered or site not in self.seen:
+            note(self.root / SITES, site)
+        note(self.root / ALIVE, site)
+        self.seen.add(site)
+
+    def tell_lead(self, folder: Path, job: str, fl_ctx: FLContext) -> None:
+        """How a job ended, for the lead's `status`."""
+        status = read_status(folder, job)
+        if status is not None:
+            manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
+            manager.update_meta(job, {"pf2lora": asdict(status)}, fl_ctx)
+
+    def ended(self, folder: Path, status: Status, aborted: bool, fl_ctx: FLContext) -> None:
+        if aborted and status.state == "running":
+            status.state, status.line = "stopped", "stopped by an administrator; the same command resumes"
+            write_status(folder, status)
+            say(folder, status.line)
+        elif status.state in ("running", "continue"):
+            done, tries = self.tries.get(folder.name, (-1, 0))
+            tries = tries + 1 if done == status.round else 1
+            self.tries[folder.name] = (status.round, tries)
+            if tries > TRIES:
+                status.state = "failed"
+                status.line = f"{TRIES} jobs in a row finished no round; see the server's log"
+                write_status(folder, status)
+                say(folder, status.line)
+            else:
+                self.continue_run(status, fl_ctx)
+
+    def continue_run(self, status: Status, fl_ctx: FLContext) -> None:
+        manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
+        job = manager.get_job(status.job, fl_ctx)
+        meta = {key.value: job.meta[key.value] for key in CARRIED if key.value in job.meta}
+        manager.clone(status.job, meta, fl_ctx)
+
+
+def note(folder: Path, site: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / os.path.basename(site)).write_text(str(time.time()))
+
+
+CARRIED = (
+    JobMetaKey.JOB_NAME,
+    JobMetaKey.JOB_FOLDER_NAME,
+    JobMetaKey.DEPLOY_MAP,
+    JobMetaKey.RESOURCE_SPEC,
+    JobMetaKey.MIN_CLIENTS,
+    JobMetaKey.DATA_STORAGE_FORMAT,
+    JobMetaKey.SCOPE,
+    JobMetaKey.STUDY,
+    JobMetaKey.SUBMITTER_NAME,
+    JobMetaKey.SUBMITTER_ORG,
+    JobMetaKey.SUBMITTER_ROLE,
+)
+
+
+class Jobs(SimpleJobDefManager):
+    """FLARE's job store, inside the server's own kit instead of the temporary folder."""
+
+    def __init__(self) -> None:
+        super().__init__(uri_root=str(Path.cwd() / "store" / "jobs"))
+
+
+class Snapshots(FilesystemStorage):
+    """FLARE's snapshots, likewise."""
+
+    def __init__(self) -> None:
+        folder = Path.cwd() / "store" / "snapshots"
+        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(root_dir=str(folder))

@@ -1,0 +1,301 @@
+"""The server's half of a run: whom it asks, what it accepts, the merge, the checkpoint. Knows nothing of FLARE."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from pf2lora.core.layout import Layout
+from pf2lora.core.method import Method
+from pf2lora.core.randomness import participants
+from pf2lora.engines.local import merge_weights
+from pf2lora.errors import UserError
+from pf2lora.federation.protocol import wire
+from pf2lora.federation.protocol.allow_list import HELLO, PROBLEMS, Guard, Refused, is_count
+from pf2lora.federation.protocol.files import write_json, write_whole
+from pf2lora.federation.protocol.plan import Plan
+from pf2lora.methods import METHODS
+
+MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds")  # between a run's beginning and its resumption
+
+
+class Coordinator:
+    """Rounds of a plan, from the last finished one on. `folder` is the run's folder on the server."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder, self.config = plan, folder, plan.run
+        self.dtype = wire.dtype_named(plan.wire)
+        self.done = 0  # finished rounds
+        self.common: Tensor | None = None  # x after them
+        self.sites: dict[str, dict[str, Any]] = {}  # what each said of itself
+        self.ranks: dict[str, int | None] = {}  # of the last updates; HETLoRA's sites get x truncated to it
+        self.method: Method | None = None
+        self.records: list[dict[str, Any]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        self.check_same_plan()
+        self.resume()
+
+    # --- who is there ---------------------------------------------------------------------------------------
+
+    def welcome(self, site: str, data: bytes) -> None:
+        """A site's `hello`; what does not fit the others is a UserError that names the site and the remedy."""
+        facts = wire.decode(data).fields
+        if facts.get("kind") == "problem":
+            why = PROBLEMS.get(facts.get("code", ""), PROBLEMS["failed"])
+            raise UserError(f"{site} cannot take part: {why} (its own log says more)")
+        if set(facts) != {"kind", *HELLO} or not is_count(facts["train_rows"]):
+            raise UserError(f"{site} says hello in an unknown way: install the same version of pf2lora there")
+        for other, seen in self.sites.items():
+            if other != site:
+                compare(site, facts, other, seen)
+        self.sites[site] = facts
+        if self.method is None:
+            self.method = server_method(self.plan, wire.layout_from(facts["layout"]))
+
+    @property
+    def layout(self) -> Layout:
+        assert self.method is not None
+        return self.method.layout
+
+    def chosen(self, number: int) -> list[str]:
+        """Who takes part in a round by the plan, present or not."""
+        every = self.plan.sites
+        return [
+            every[k] for k in participants(self.config.seed, number, len(every), self.config.participation)
+        ]
+
+    # --- messages -------------------------------------------------------------------------------------------
+
+    def requests(self, present: list[str], measured: set[int]) -> dict[str, bytes]:
+        """The next round's message to each site that is there: train, or only measure what was served last."""
+        number, messages = self.done + 1, {}
+        served = self.done in measured
+        for site in present:
+            fields: dict[str, Any] = {"kind": "train", "round": number}
+            if site not in self.chosen(number):
+                if not served:
+                    continue
+                fields["kind"] = "measure"
+            if served:
+                fields["measure_served"] = True
+            if number in measured:
+                fields["measure_before"] = True
+            messages[site] = wire.encode(fields, self.for_site(site))
+        return messages
+
+    def farewell(self, present: list[str]) -> dict[str, bytes]:
+        """After the last round: the last average, to keep and to measure."""
+        fields = {"kind": "finish", "round": self.done + 1}
+        return {site: wire.encode(fields, self.for_site(site)) for site in present}
+
+    def for_site(self, site: str) -> dict[str, Tensor]:
+        if self.common is None:
+            return {}
+        return wire.to_tensors(self.layout, self.common, self.ranks.get(site), self.dtype)
+
+    # --- a round's end --------------------------------------------------------------------------------------
+
+    def finish_round(
+        self, answers: Mapping[str, bytes], seconds: float, missing: list[str]
+    ) -> dict[str, Any]:
+        """Check the updates, merge the sane ones, save. The record says who was left out and why."""
+        number = self.done + 1
+        read, refused = self.read(answers, number)
+        stopped = [
+            s for s, m in read.items() if m.fields["kind"] == "problem" and m.fields["code"] != "refused"
+        ]
+        updates = {site: m for site, m in read.items() if m.fields["kind"] == "update"}
+        vectors = {site: wire.to_flat(self.layout, m.tensors) for site, m in updates.items() if m.tensors}
+        refused |= self.too_far(vectors)
+        kept = [s for s in self.plan.sites if s in updates and s not in refused]
+        asked = len(self.chosen(number))
+        if len(kept) < self.plan.needed(asked):
+            raise QuorumMissed(number, len(kept), asked, self.plan, missing, refused)
+        if any(site in vectors for site in kept):
+            self.merge(kept, vectors)
+            self.ranks |= {s: wire.rank_of(self.layout, updates[s].tensors) for s in kept}
+        record = {
+            "round": number,
+            "seconds": seconds,
+            "answered": kept,
+            "missing": missing,
+            "refused": refused,
+            "stopped": stopped,
+            "bytes": {site: len(data) for site, data in answers.items()},
+            "scores": {site: m.fields for site, m in read.items() if site not in refused},
+        }
+        self.records.append(record)
+        self.done = number
+        self.save()
+        return record
+
+    def read(
+        self, answers: Mapping[str, bytes], number: int
+    ) -> tuple[dict[str, wire.Message], dict[str, str]]:
+        """The answers that are what they should be, and why others are not (a site's own problem is among those)."""
+        read: dict[str, wire.Message] = {}
+        refused: dict[str, str] = {}
+        for site, data in answers.items():
+            try:
+                read[site] = self.readable(data, number)
+            except wire.Malformed as error:
+                refused[site] = str(error)
+                continue
+            if read[site].fields["kind"] == "problem":
+                refused[site] = PROBLEMS[read[site].fields["code"]]
+        return read, refused
+
+    def merge(self, sites: list[str], vectors: Mapping[str, Tensor]) -> None:
+        """The method's own average of what these sites sent."""
+        assert self.method is not None
+        sizes = [self.sites[s]["train_rows"] for s in sites]
+        weights = merge_weights(sizes, self.config.weighting)
+        self.common = self.method.merge(torch.stack([vectors[s] for s in sites]), weights)
+
+    def readable(self, data: bytes, number: int) -> wire.Message:
+        """An answer for this round that is as declared and finite."""
+        try:
+            Guard(self.layout, None, self.dtype).check(data)
+        except Refused as error:
+            raise wire.Malformed(str(error)) from None
+        fields, tensors = wire.decode(data)
+        if fields["kind"] == "hello" or fields.get("round") != number:
+            raise wire.Malformed(
+                f"a {fields['kind']!r} of round {fields.get('round')} instead of round {number}"
+            )
+        if fields["kind"] == "update":
+            if not tensors and METHODS[self.plan.method].federated:
+                raise wire.Malformed("an update without the common adapter")
+            if "loss" not in fields or not fields.get("steps"):
+                raise wire.Malformed("an update without its loss and steps")
+        for name, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise wire.Malformed(f"the tensor {name!r} has values that are not finite")
+        return wire.Message(fields, tensors)
+
+    def too_far(self, vectors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Updates whose norm is beyond the limit. It is the norm of x as sent, not of its change: where the others
+        have converged, the honest change of a site that was away is many times theirs."""
+        norms = {site: float(v.double().norm()) for site, v in vectors.items()}
+        if len(norms) < 3:  # of two, nobody can say which is the odd one
+            return {}
+        limit = self.plan.norm_limit * float(torch.tensor(list(norms.values())).median())
+        return {
+            site: f"its update's norm {norm:.3g} is beyond {limit:.3g}, {self.plan.norm_limit:g} times the median"
+            for site, norm in norms.items()
+            if norm > limit
+        }
+
+    def finish(self, answers: Mapping[str, bytes]) -> None:
+        """The last scores, and the end."""
+        scores = {}
+        for site, data in answers.items():
+            try:
+                scores[site] = self.readable(data, self.done + 1).fields
+            except wire.Malformed as error:
+                scores[site] = {"kind": "problem", "reason": str(error)}
+        write_json(self.folder / "final.json", scores)
+        self.save()
+
+    # --- the checkpoint -------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """One file holds everything a later server needs; the previous one stays until this one is whole."""
+        knowledge = {
+            "done": self.done,
+            "ranks": self.ranks,
+            "records": self.records,
+            "facts": self.sites,
+            "time": time.time(),
+        }
+        tensors = {"common": self.common} if self.common is not None else {}
+        path = self.folder / f"round-{self.done:06d}.safetensors"
+        write_whole(path, save(tensors, metadata={"server": json.dumps(knowledge)}))
+        for old in sorted(self.folder.glob("round-*.safetensors"))[:-2]:
+            old.unlink(missing_ok=True)
+
+    def check_same_plan(self) -> None:
+        """A name is one run: what makes its numbers may not change when it is resumed. It may go on for longer."""
+        file, plan = self.folder / "plan.json", asdict(self.plan)
+        before = json.loads(file.read_text()) if file.exists() else json.loads(self.plan.to_json())
+        for key, value in json.loads(json.dumps(plan)).items():
+            old = before[key]
+            if key == "config":
+                value, old = (
+                    {k: v for k, v in table.items() if k not in MAY_CHANGE} for table in (value, old)
+                )
+            if key not in MAY_CHANGE and value != old:
+                raise UserError(
+                    f"the run {self.plan.name!r} exists with another {key}: choose another --name"
+                )
+        write_json(file, plan)
+
+    def resume(self) -> None:
+        """Go on after the last finished round, if there is one."""
+        found = sorted(self.folder.glob("round-*.safetensors"))
+        if not found:
+            return
+        with safe_open(found[-1], "pt") as file:
+            knowledge = json.loads(file.metadata()["server"])
+            self.common = file.get_tensor("common") if "common" in file.keys() else None  # noqa: SIM118
+        self.done, self.records, self.ranks = knowledge["done"], knowledge["records"], knowledge["ranks"]
+        for site, facts in knowledge["facts"].items():
+            self.sites[site] = facts
+            self.method = self.method or server_method(self.plan, wire.layout_from(facts["layout"]))
+
+
+class QuorumMissed(UserError):
+    """Too few usable answers."""
+
+    def __init__(
+        self, number: int, got: int, asked: int, plan: Plan, missing: list[str], refused: Mapping[str, str]
+    ) -> None:
+        why = [f"{site} did not answer within {plan.deadline:g} s" for site in missing]
+        why += [f"{site}: {reason}" for site, reason in refused.items()]
+        super().__init__(
+            f"round {number}: {got} of {asked} sites gave an update and the quorum is {plan.needed(asked)} "
+            f"({'; '.join(why) or 'no site was there'}); the same command resumes at this round"
+        )
+
+
+def compare(site: str, facts: Mapping[str, Any], other: str, theirs: Mapping[str, Any]) -> None:
+    """Two sites must agree on what makes an average of their adapters meaningful."""
+    if facts["version"] != theirs["version"]:
+        raise UserError(
+            f"{site} runs pf2lora {facts['version']}, {other} {theirs['version']}: install the same version everywhere"
+        )
+    if facts["engine"] != theirs["engine"]:
+        raise UserError(
+            f"{site} runs nvflare {facts['engine']}, {other} {theirs['engine']}: install the same version"
+        )
+    if facts["model"] != theirs["model"]:
+        raise UserError(
+            f"{site} has another base model than {other} (the digests of config and weights differ): give {site} a "
+            f"copy of the same model folder"
+        )
+    if (facts["labels"], facts["label_count"]) != (theirs["labels"], theirs["label_count"]):
+        raise UserError(
+            f"{site} has other labels than {other} ({facts['label_count']} and {theirs['label_count']}): name all "
+            f"labels in the run's `labels`"
+        )
+    if facts["layout"] != theirs["layout"]:
+        raise UserError(
+            f"{site}'s common adapter has other layers or shapes than {other}'s: use the same model"
+        )
+
+
+def server_method(plan: Plan, layout: Layout) -> Method:
+    """The method as the server needs it: only `merge` is called, and it sees only what is shared."""
+    config, kind = plan.run, METHODS[plan.method]
+    own = set(kind.__dataclass_fields__) - {"layout", "ranks"}
+    settings = {k: v for k, v in config.methods.get(plan.method, {}).items() if k in own}
+    return kind(layout, **settings)  # type: ignore[arg-type]

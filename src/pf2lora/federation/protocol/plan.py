@@ -1,0 +1,83 @@
+"""What a federated run is: the run's config, who takes part, and how the server treats silence and nonsense."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pf2lora.errors import UserError
+from pf2lora.run.config import Config, from_dict
+
+NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan every participant gets. It names no data: where a site's data lies is the site's own affair.
+
+    `deadline` is in seconds per round; `quorum` the fraction of a round's sites that must answer in time;
+    `norm_limit` how many times the median an update's norm may be; `wire` the precision x travels in.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    method: str
+    sites: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    deadline: float = 600.0
+    quorum: float = 0.5
+    norm_limit: float = 10.0
+    wire: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_name("run", self.name)
+        for site in self.sites:
+            check_name("site", site)
+        twice = [site for site in self.sites if self.sites.count(site) > 1]
+        if twice:
+            raise UserError(f"two sites are called {twice[0]!r}; every site needs a name of its own")
+        if not self.sites:
+            raise UserError("a federation needs at least one site")
+        if self.wire not in ("float32", "bfloat16"):
+            raise UserError(f"wire is {self.wire!r}; x travels as float32 or bfloat16")
+        if not self.deadline > 0:
+            raise UserError(f"deadline is {self.deadline}; it is a round's time in seconds, above 0")
+        if not 0 < self.quorum <= 1:
+            raise UserError(
+                f"quorum is {self.quorum}; it is the fraction of a round's sites that must answer, in (0, 1]"
+            )
+        if not self.norm_limit > 1:
+            raise UserError(f"norm_limit is {self.norm_limit}; it is a multiple of the median norm, above 1")
+        if self.method == "centralized":
+            raise UserError(
+                "centralized pools everybody's data: it is no federation; run it with `pf2lora run`"
+            )
+
+    @property
+    def run(self) -> Config:
+        """The run's settings, checked."""
+        return from_dict(self.config, "the federation's run")
+
+    def needed(self, asked: int) -> int:
+        """How many of `asked` sites must answer for a round to count."""
+        return max(1, math.ceil(self.quorum * asked - 1e-9))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        values = json.loads(text)
+        return cls(**values | {"sites": tuple(values["sites"]), "labels": tuple(values["labels"])})
+
+
+def check_name(what: str, name: str) -> None:
+    """Names become folder names and certificate subjects."""
+    if not NAME.fullmatch(name):
+        raise UserError(
+            f"{what} name {name!r}: use letters, digits, '.', '_' and '-' (at most 64, no dot or dash at the ends)"
+        )

@@ -1,0 +1,66 @@
+"""The folder of a federated run on the server: where it stands, and what was said."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pf2lora.federation.protocol.files import write_json
+
+SITES = "registered"  # a file per site, as old as its way to this server
+ALIVE = "alive"  # a file per site, as old as its last heartbeat
+STATUS, LINES, JOBS = "status.json", "lines.jsonl", "jobs"
+
+
+@dataclass
+class Status:
+    """`state` is running, continue (a new job takes over), stopped, failed or finished; `line` says why."""
+
+    state: str
+    round: int
+    rounds: int
+    job: str = ""
+    line: str = ""
+    present: list[str] = field(default_factory=list)
+    deadline: float = 0.0
+    quorum: float = 0.0
+    time: float = 0.0
+
+
+def run_folder(root: Path, name: str) -> Path:
+    return root / "runs" / name
+
+
+def write_status(folder: Path, status: Status, *, of_run: bool = True) -> None:
+    """Where a job stands, and with it the run; not the run, if the job may not touch it."""
+    status.time = time.time()
+    (folder / JOBS).mkdir(exist_ok=True)
+    write_json(folder / JOBS / f"{status.job}.json", asdict(status))
+    if of_run:
+        write_json(folder / STATUS, asdict(status))
+
+
+def read_status(folder: Path, job: str = "") -> Status | None:
+    """Where the run stands, or one job of it."""
+    file = folder / JOBS / f"{job}.json" if job else folder / STATUS
+    try:
+        return Status(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def say(folder: Path, line: str) -> None:
+    """One line about the run, for whoever watches."""
+    with (folder / LINES).open("a", encoding="utf8") as file:
+        file.write(json.dumps({"time": time.time(), "line": line}, ensure_ascii=False) + "\n")
+
+
+def said(folder: Path, skip: int = 0) -> list[str]:
+    """The lines after the first `skip`."""
+    try:
+        text = (folder / LINES).read_text(encoding="utf8")
+    except OSError:
+        return []
+    return [json.loads(line)["line"] for line in text.splitlines()[skip:] if line.endswith("}")]

@@ -1,0 +1,121 @@
+"""What a site keeps between rounds, on its own disk: y, the optimizer state and its copy of x, per round.
+
+The last rounds are kept, not only the newest: after a crash the server may be a round behind, and the site then
+goes back to the state it had when that round began.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from pf2lora.core.method import State, over_tensors
+from pf2lora.federation.protocol.files import StateFolderError, unwritable, write_whole
+
+KEPT = 3  # rounds
+
+
+class Saved(NamedTuple):
+    """A site's state after `round` (0: before the first), with the local steps it has done."""
+
+    round: int
+    steps: int
+    state: State
+
+
+class StateFolder:
+    """The rounds of one run at one site. Only one process may use it at a time."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.folder, self.run = folder, run
+        self.lock: IO[str] | None = None
+
+    def open(self) -> None:
+        """Make the folder and lock it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.lock = (self.folder / "lock").open("w")
+        except OSError as error:
+            raise unwritable(self.folder, error) from None
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StateFolderError(
+                f"the state folder {self.folder} is in use by another process", "busy"
+            ) from None
+
+    def save(self, saved: Saved) -> None:
+        """All or nothing: a crash leaves the round before untouched."""
+        tensors = {str(i): t.detach().cpu().contiguous() for i, t in enumerate(leaves(saved.state))}
+        header = {"run": self.run, "round": str(saved.round), "steps": str(saved.steps)}
+        write_whole(self.path(saved.round), save(tensors, metadata=header))
+        for old in self.rounds()[:-KEPT]:
+            self.path(old).unlink(missing_ok=True)
+
+    def newest_before(self, number: int, initial: State) -> Saved:
+        """The state with which round `number` begins; later ones, of rounds that the server lost, are dropped."""
+        for later in [r for r in self.rounds() if r >= number]:
+            self.path(later).unlink(missing_ok=True)
+        for found in reversed(self.rounds()):
+            return self.load(found, initial)
+        return Saved(0, 0, initial)
+
+    def load(self, number: int, like: State) -> Saved:
+        path = self.path(number)
+        try:
+            with safe_open(path, "pt") as file:
+                header = file.metadata()
+                tensors = [file.get_tensor(str(i)) for i in range(len(list(leaves(like))))]
+        except (SafetensorError, OSError) as error:
+            raise StateFolderError(
+                f"the state {path} cannot be read: {str(error).splitlines()[0]}", "state"
+            ) from None
+        pieces = iter(tensors)
+
+        def restored(template: Tensor) -> Tensor:
+            piece = next(pieces)
+            if piece.shape != template.shape:
+                raise StateFolderError(
+                    f"the state {path} belongs to another adapter; use another state folder", "state"
+                )
+            return piece.to(template.device)
+
+        return Saved(int(header["round"]), int(header["steps"]), over_tensors(restored, like))
+
+    def rounds(self) -> list[int]:
+        return sorted(int(p.stem.removeprefix("round-")) for p in self.folder.glob("round-*.safetensors"))
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"round-{number:06d}.safetensors"
+
+
+def leaves(state: State) -> Iterator[Tensor]:
+    """The tensors of a state, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    over_tensors(note, state)
+    return iter(found)
+
+
+def digest(model: torch.nn.Module, config: dict[str, object], fresh: Collection[str] = ()) -> str:
+    """A fingerprint of a base model: its settings and every weight but `fresh` ones, which no checkpoint gave."""
+    sha = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        if name in fresh:
+            continue
+        sha.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()

@@ -1,0 +1,175 @@
+"""A site's work, built from its own files: `site.toml` says where its data, base model and state are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pf2lora
+from pf2lora.core.method import State, moved
+from pf2lora.data.client import Client
+from pf2lora.data.spec import load
+from pf2lora.errors import UserError, unknown
+from pf2lora.federation import require_nvflare
+from pf2lora.federation.protocol import wire
+from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.state import digest
+from pf2lora.federation.protocol.worker import Scores, SiteWork
+from pf2lora.methods.hetlora import HetLoRA, initial_ranks
+from pf2lora.run import trial as trials
+from pf2lora.run.config import Config, convert, from_dict, merged, option_types, read_toml
+
+SITE_FILE = "site.toml"
+FILES = ("clients", "test", "text", "pair", "label", "test_ratio", "limit")
+
+
+@dataclass(frozen=True)
+class SiteFile:
+    """What a site says about itself, to itself only. Paths are relative to the file."""
+
+    model: str = ""
+    state: str = "state"
+    device: str = "auto"
+    precision: str = "float32"
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_site_file(path: Path) -> SiteFile:
+    """The site's own file, checked; an unknown key is named."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: it names this site's data, base model and state folder")
+    values = read_toml(path)
+    known = option_types(SiteFile)
+    for key in values:
+        if key not in (*known, "data"):
+            raise UserError(f"{path}: {unknown('key', key, [*known, 'data'])}")
+    data = values.get("data", {})
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: [data] must be a table")
+    for key in data:
+        if key not in FILES:
+            raise UserError(f"{path}: [data] {unknown('key', key, FILES)}")
+    if "clients" not in data:
+        raise UserError(f'{path}: [data] names no file; give clients = ["train.jsonl"]')
+    plain = {k: convert(v, known[k], f"{path}: {k}") for k, v in values.items() if k != "data"}
+    found = SiteFile(**plain, data=data)
+    if not found.model:
+        raise UserError(f"{path}: model is missing; give the base model's folder or hub name")
+    return found
+
+
+def absolute(base: Path, value: str) -> str:
+    """A path of the site's file as seen from anywhere; a hub name stays what it is."""
+    beside = base / value
+    return str(beside) if beside.exists() else value
+
+
+def site_config(plan: Plan, file: Path) -> tuple[Config, SiteFile]:
+    """The run's settings with this site's own data and model in them."""
+    own = read_site_file(file)
+    data = dict(own.data)
+    for key in ("clients", "test"):
+        paths = [data[key]] if isinstance(data.get(key), str) else data.get(key, [])
+        data[key] = [absolute(file.parent, p) for p in paths]
+    here = {
+        "model": absolute(file.parent, own.model),
+        "device": own.device,
+        "precision": own.precision,
+        "method": [plan.method],
+        "seeds": 1,
+        "data": data,
+    }
+    shared = {k: v for k, v in plan.config.items() if k != "data"}
+    return from_dict(merged(shared, here), str(file)), own
+
+
+def state_folder(plan: Plan, file: Path) -> Path:
+    return file.parent / read_site_file(file).state / plan.name
+
+
+def load_client(config: Config, plan: Plan, site: str) -> tuple[Client[Any], list[str]]:
+    """The site's rows, under the site's name: batches are drawn by name, so they are those of a local run."""
+    from pf2lora.run.experiment import TASKS
+
+    if config.task == "classification":
+        labels = list(plan.labels)
+        clients: list[Client[Any]] = list(load(config.data, config.seed, labels))
+    else:
+        clients, labels = TASKS[config.task].load(config)
+    if len(clients) != 1:
+        raise UserError(
+            f"the site's data makes {len(clients)} clients; a site is one client: give it one file"
+        )
+    return replace(clients[0], name=site), labels
+
+
+def build(plan: Plan, file: Path, site: str) -> SiteWork:
+    """Data, base model and method of a site. It sees nobody else's."""
+    from pf2lora.adapters.base_model import fresh_parameters
+    from pf2lora.run.experiment import build_workload
+
+    config, _ = site_config(plan, file)
+    client, labels = load_client(config, plan, site)
+    workload = build_workload(config, [client], labels)
+    base = workload.base
+    fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
+    trial = trials.set_up(workload, plan.method, config.seed)
+    if isinstance(trial.method, HetLoRA):
+        trial = with_own_rank(trial, plan, site)
+    named = hashlib.sha256(json.dumps(labels).encode()).hexdigest()
+    facts = {
+        "model": fingerprint,
+        "labels": named,
+        "label_count": len(labels),
+        "train_rows": len(client.train),
+        "test_rows": len(client.test),
+        "layout": wire.describe(trial.method.layout),
+        "engine": require_nvflare(),
+        "version": pf2lora.__version__,
+    }
+
+    def measure(state: State, number: int) -> Scores:
+        x, y = trials.served_models(trial, state, number)
+        scores = trials.evaluate(workload, trial.model, x, y)
+        rows = len(client.test)
+        return {"rows": rows} | {n: v[0] * rows for n, v in scores.items() if v[0] is not None}
+
+    def export(state: State, number: int) -> None:
+        from pf2lora.run.folder import save_client
+
+        x, y = trials.served_models(trial, state, number)
+        where = state_folder(plan, file)
+        save_client(where, trial.model, site, x[0], y[0], config.task, config.model)
+
+    return SiteWork(
+        site,
+        trial.method,
+        trial.F,
+        trial.source,
+        moved(trial.state, workload.device),
+        measure,
+        facts,
+        tuple(workload.task.metrics),
+        config.graphs,
+        export,
+    )
+
+
+def with_own_rank(trial: trials.Trial, plan: Plan, site: str) -> trials.Trial:
+    """HETLoRA's first rank goes by the site's place among all sites, which a site alone cannot know."""
+    method = trial.method
+    assert isinstance(method, HetLoRA)
+    ranks = initial_ranks(len(plan.sites), method.r_min, trial.model.spec.rank)
+    method = replace(method, ranks=(ranks[plan.sites.index(site)],))
+    x, y = trial.model.initial(trial.seed, [site])
+    return replace(trial, method=method, state=method.init(x.to(trial.state.x), y.to(trial.state.y)))
+
+
+def model_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings that make two base models the same, wherever they lie and whatever loaded them."""
+    ignored = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+    return {k: v for k, v in config.items() if k not in ignored}

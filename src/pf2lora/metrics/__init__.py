@@ -1,1 +1,0 @@
-"""Scores as their official scripts give them: pure functions, one file per family."""

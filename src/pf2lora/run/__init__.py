@@ -1,0 +1,1 @@
+"""A run: its config, its set-up, its trials, what is written of it."""

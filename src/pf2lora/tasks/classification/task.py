@@ -1,0 +1,103 @@
+"""Sequence classification: one text, or a pair of texts, with a label."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from pf2lora.adapters.base_model import load_model
+from pf2lora.adapters.two_level import TwoLevelModel
+from pf2lora.data.client import TextRow
+from pf2lora.engines.batches import Batch, Encoded
+from pf2lora.tasks.base import Metric, Scores, Task, pad_columns, predict_rows
+
+METRICS = {
+    "accuracy": Metric("accuracy"),
+    "matthews": Metric("Matthews correlation"),
+    "loss": Metric("test loss", higher_is_better=False, percent=False),
+}
+
+
+class Classification(Task[TextRow, np.ndarray]):
+    """`labels` are the label names in the order of the model's outputs. A prediction is a row of logits."""
+
+    name: ClassVar[str] = "classification"
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        labels: Sequence[str],
+        *,
+        max_length: int = 128,
+        headline: str = "accuracy",
+        evaluation_batch: int = 64,
+    ) -> None:
+        self.tokenizer, self.labels, self.max_length = tokenizer, list(labels), max_length
+        self.evaluation_batch = evaluation_batch
+        self.metrics = {headline: METRICS[headline]} | METRICS
+
+    def load_model(self, name: str, dtype: torch.dtype) -> PreTrainedModel:
+        model = load_model(
+            AutoModelForSequenceClassification,
+            name,
+            dtype,
+            num_labels=len(self.labels),
+            id2label=dict(enumerate(self.labels)),
+            label2id={label: i for i, label in enumerate(self.labels)},
+        )
+        model.config.pad_token_id = self.tokenizer.pad_token_id
+        return model
+
+    def encode(self, clients: Sequence[Sequence[TextRow]], *, training: bool) -> Encoded:
+        rows = [row for client in clients for row in client]
+        pairs = [row.pair or "" for row in rows] if any(row.pair is not None for row in rows) else None
+        tokens = self.tokenizer([r.text for r in rows], pairs, truncation=True, max_length=self.max_length)
+        number = {label: i for i, label in enumerate(self.labels)}
+        labels = torch.tensor([number[row.label] for row in rows])
+        return pad_columns(
+            tokens, self.tokenizer.pad_token_id, {"labels": labels}, [len(client) for client in clients]
+        )
+
+    def loss(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        logits = self.logits(model, x, y, batch)
+        losses = cross_entropy(logits, batch.tensors["labels"], reduction="none")
+        return losses.view(batch.clients, -1).mean(1)
+
+    def logits(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        inputs = {name: t for name, t in batch.tensors.items() if name != "labels"} | {
+            "attention_mask": batch.mask
+        }
+        logits: Tensor = model(x, y, key=batch.key, **inputs).logits
+        return logits.to(x.dtype)
+
+    def predict(
+        self, model: TwoLevelModel, x: Tensor, y: Tensor, encoded: Encoded, *, final: bool = False
+    ) -> list[list[np.ndarray]]:
+        def answer(x: Tensor, y: Tensor, batch: Batch) -> np.ndarray:
+            return self.logits(model, x, y, batch).double().cpu().numpy()
+
+        return predict_rows(answer, x, y, encoded, self.evaluation_batch, self.clients_per_pass)
+
+    def score(self, predictions: Sequence[np.ndarray], rows: Sequence[TextRow]) -> Scores:
+        from pf2lora.tasks.classification.scores import accuracy, log_loss, matthews
+
+        logits = np.stack(predictions)
+        gold = np.array([self.labels.index(row.label) for row in rows])
+        found = logits.argmax(1)
+        values: Scores = {
+            "accuracy": accuracy(gold, found),
+            "matthews": matthews(gold, found),
+            "loss": log_loss(gold, logits),
+        }
+        return {name: values[name] for name in self.metrics}
+
+    def describe(self, rows: Sequence[TextRow]) -> dict[str, int]:
+        counts = Counter(row.label for row in rows)
+        return {label: counts[label] for label in self.labels}

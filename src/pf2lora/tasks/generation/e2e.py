@@ -1,0 +1,99 @@
+"""The E2E NLG Challenge, from the official csv files or the zip they come in.
+
+A meaning representation becomes a prompt as in the LoRA paper's files: `name : Blue Spice | Type : coffee shop`.
+The targets are the official texts as they stand; LoRA's are the same with spaces around punctuation.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from pf2lora.data.client import Client
+from pf2lora.data.files import read_text
+from pf2lora.data.held_out import clients_by_group
+from pf2lora.errors import UserError
+from pf2lora.tasks.generation.prompts import PromptRow, grouped
+
+TRAIN, TEST = "trainset.csv", "testset_w_refs.csv"
+ZIP = "e2e-dataset.zip"
+PAPER_CLIENTS = 8
+_NAMES = {"eatType": "Type", "priceRange": "price", "familyFriendly": "family friendly"}
+_SLOT = r"([^,\[\]]+)\[([^\]]+)\]"
+_MEANING = re.compile(rf"{_SLOT}(, {_SLOT})*")
+
+
+def load_e2e(path: str | Path, clients: int = PAPER_CLIENTS) -> list[Client[PromptRow]]:
+    """Clients by restaurant name; the names in a client's test rows are among those of its training rows.
+
+    Every reference of the training set is a row, as in LoRA's training; a test row has all its references.
+    """
+    train, test = read_e2e(path, TRAIN), grouped(read_e2e(path, TEST))
+    return clients_by_group(train, test, lambda row: row.group, clients)
+
+
+def read_e2e(path: str | Path, file: str) -> list[PromptRow]:
+    """One of the official files: in a folder, in a zip, or in a zip in a folder. A row per reference."""
+    name, text = _find(Path(path), file)
+    rows = list(_rows(name, text))
+    if not rows:
+        raise UserError(f"{name}: no rows in this file")
+    return rows
+
+
+def _find(path: Path, file: str) -> tuple[str, str]:
+    """The file's name for messages, and its text."""
+    if path.is_dir():
+        for place in (path, path / "e2e-dataset"):
+            if (place / file).is_file():
+                return str(place / file), read_text(place / file)
+        path = path / ZIP
+    if not path.is_file():
+        raise UserError(f"{path.parent if path.name == ZIP else path}: neither {file} nor {ZIP} is there")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.namelist():
+                if Path(member).name == file:
+                    return f"{path}/{member}", archive.read(member).decode("utf-8-sig")
+    except (zipfile.BadZipFile, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a readable zip of csv files ({error})") from None
+    raise UserError(f"{path}: no {file} in this zip")
+
+
+def _rows(name: str, text: str) -> Iterator[PromptRow]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    if not {"mr", "ref"} <= set(reader.fieldnames or ()):
+        raise UserError(f"{name}: no columns 'mr' and 'ref' (columns: {', '.join(reader.fieldnames or ())})")
+    line = 2  # where the row begins; a quoted field may run over several lines
+    try:
+        for fields in reader:
+            meaning, target = fields["mr"] or "", fields["ref"] or ""
+            if not target.strip():
+                raise UserError(f"{name}, line {line}: empty target in column 'ref'")
+            slots = parse_meaning(meaning)
+            if slots is None or "name" not in slots:
+                example = "name[Blue Spice], eatType[pub]"
+                raise UserError(
+                    f"{name}, line {line}: {meaning!r} is no meaning representation like {example!r}"
+                )
+            yield PromptRow(linearise(slots), (target,), slots["name"])
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{name}, line {line}: broken csv ({error})") from None
+
+
+def parse_meaning(meaning: str) -> dict[str, str] | None:
+    """{"name": "Blue Spice", "eatType": "pub"} from `name[Blue Spice], eatType[pub]`."""
+    if not _MEANING.fullmatch(meaning):
+        return None
+    return {name.strip(): value for name, value in re.findall(_SLOT, meaning)}
+
+
+def linearise(slots: dict[str, str]) -> str:
+    """As in LoRA's files, which have spaces around £ and - in values."""
+    spaced = {name: " ".join(re.sub(r"([£-])", r" \1 ", value).split()) for name, value in slots.items()}
+    return " | ".join(f"{_NAMES.get(name, name)} : {value}" for name, value in spaced.items())

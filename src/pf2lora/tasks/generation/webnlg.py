@@ -1,0 +1,128 @@
+"""The WebNLG challenge 2017, from the official XML files, also inside their tar archive.
+
+The triples of an entry become a prompt as in the LoRA paper: `subject : property : object | …`. As there, the texts
+with the comment "good" are the targets.
+"""
+
+from __future__ import annotations
+
+import tarfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+from pf2lora.data.client import Client
+from pf2lora.data.held_out import clients_by_group
+from pf2lora.errors import UserError
+from pf2lora.tasks.generation.prompts import PromptRow
+
+PARTS = ("train", "dev", "test")
+TEST_FILE = "testdata_with_lex.xml"
+PAPER_CLIENTS = 8
+
+
+def load_webnlg(
+    path: str | Path, clients: int = PAPER_CLIENTS, notes: list[str] | None = None
+) -> list[Client[PromptRow]]:
+    """Clients by category, the same categories in training and test.
+
+    Every text of the training set is a row, as in LoRA's training; a test row has all its references. The test
+    set's five categories that nobody trains on are left out, as in the paper; `notes` says how many rows they are.
+    """
+    notes = [] if notes is None else notes
+    entries = read_webnlg(path, "train", notes)
+    train = [PromptRow(row.prompt, (target,), row.group) for row in entries for target in row.targets]
+    everything = read_webnlg(path, "test", notes)
+    seen = {row.group for row in train}
+    test = [row for row in everything if row.group in seen]
+    if len(test) < len(everything):
+        unseen = sorted({row.group for row in everything} - seen)
+        notes.append(
+            f"WebNLG: {len(everything) - len(test)} test entries of categories that are not in the training set "
+            f"({', '.join(unseen)}) are left out"
+        )
+    return clients_by_group(train, test, lambda row: row.group, clients)
+
+
+def read_webnlg(path: str | Path, part: str, notes: list[str] | None = None) -> list[PromptRow]:
+    """The entries of "train", "dev" or "test", each with all its good texts; `group` is the category."""
+    rows: list[PromptRow] = []
+    left_out = without = 0
+    for name, data in _files(Path(path), part):
+        for row, others in _entries(name, data):
+            left_out += others
+            without += not row.targets
+            if row.targets:
+                rows.append(row)
+    if not rows:
+        raise UserError(f"{path}: no entries in the {part} part")
+    if left_out and notes is not None:
+        entries = f", and with them {without} entries that have no other" if without else ""
+        notes.append(
+            f"WebNLG: {left_out} {part} texts that are not marked 'good' are left out, as LoRA does{entries}"
+        )
+    return rows
+
+
+def _files(path: Path, part: str) -> Iterator[tuple[str, bytes]]:
+    """The part's XML files, in the order of their names, from a folder or an archive (in it)."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder")
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*.xml") if _belongs(p.relative_to(path), part))
+        if found:
+            yield from ((str(p), p.read_bytes()) for p in found)
+            return
+        archives = sorted(p for p in path.glob("*.tar*") if p.is_file())
+        if not archives:
+            raise UserError(f"{path}: no WebNLG {part} files (XML, or an archive of them) in this folder")
+        path = archives[0]
+    try:
+        with tarfile.open(path) as archive:
+            members = [m for m in archive.getmembers() if m.isfile() and _belongs(Path(m.name), part)]
+            for member in sorted(members, key=lambda m: m.name):
+                content = archive.extractfile(member)
+                assert content is not None  # a regular file
+                yield f"{path}/{member.name}", content.read()
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise UserError(f"{path}: not a readable tar archive ({error})") from None
+
+
+def _belongs(file: Path, part: str) -> bool:
+    if file.suffix != ".xml":
+        return False
+    return file.name == TEST_FILE if part == "test" else part in file.parts
+
+
+def _entries(name: str, data: bytes) -> Iterator[tuple[PromptRow, int]]:
+    """The entries of a file, each with the number of its texts that are not good."""
+    try:
+        root = ElementTree.fromstring(data)
+    except ElementTree.ParseError as error:
+        line, column = error.position
+        raise UserError(f"{name}, line {line}, column {column + 1}: broken XML ({error})") from None
+    for number, entry in enumerate(root.iter("entry"), 1):
+        where = f"{name}, entry {entry.get('eid') or number}"
+        category = entry.get("category")
+        triples = [
+            _triple(element.text or "", where) for element in entry.iterfind("modifiedtripleset/mtriple")
+        ]
+        if not category or not triples:
+            raise UserError(f"{where}: no {'category' if not category else 'modifiedtripleset'}")
+        texts = entry.findall("lex")
+        good = tuple(t.text or "" for t in texts if t.get("comment") == "good")
+        if not all(map(str.strip, good)):
+            raise UserError(f"{where}: an empty text")
+        yield PromptRow(linearise(triples), good, category), len(texts) - len(good)
+
+
+def _triple(text: str, where: str) -> tuple[str, str, str]:
+    parts = [part.strip() for part in text.split(" | ")]
+    if len(parts) != 3:
+        raise UserError(f"{where}: {text!r} is not a triple like 'subject | property | object'")
+    return parts[0], parts[1], parts[2]
+
+
+def linearise(triples: list[tuple[str, str, str]]) -> str:
+    """As LoRA's conversion of the WebNLG data does."""
+    return " | ".join(" : ".join(triple) for triple in triples)

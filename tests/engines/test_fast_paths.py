@@ -1,0 +1,198 @@
+"""Each faster path against the slower one. What needs a CUDA device is skipped without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import CONFIGS, tiny_data, tiny_problem
+
+from pf2lora.adapters.architectures import ARCHITECTURES, needed_mask
+from pf2lora.core.method import State, StepStats, over_tensors
+from pf2lora.engines import local
+from pf2lora.engines.batches import EncodedSource, batch_rows_by_length, stream_rows
+from pf2lora.engines.local import Schedule, train
+from pf2lora.engines.stepper import GraphStepper, PlainStepper
+from pf2lora.methods import METHODS
+
+NAMES = ["a", "b", "c"]
+
+
+def test_batches_by_length_hold_the_same_rows_as_the_stream() -> None:
+    lengths = np.random.default_rng(0).integers(3, 60, 37)
+    window, size = 4, 5
+    for first in (0, 8):
+        batches = [batch_rows_by_length(0, "a", lengths, first + i, size, window) for i in range(window)]
+        rows = stream_rows(0, "a", 37, first * size, (first + window) * size)
+        assert sorted(np.concatenate(batches)) == sorted(rows)
+        shortest_first = sorted(batches, key=lambda b: lengths[b].max())
+        for short, long in pairwise(shortest_first):
+            assert lengths[short].max() <= lengths[long].min()
+
+
+def test_batches_by_length_pad_less_and_depend_on_nobody_else() -> None:
+    data = tiny_data([60, 50, 70], longest=40)
+    plain = EncodedSource(data, NAMES, 4, seed=0)
+    grouped = EncodedSource(data, NAMES, 4, seed=0, window=8)
+
+    def width(source: EncodedSource) -> int:
+        return sum(source.draw([0, 1, 2], [n] * 3).tensors["input_ids"].shape[1] for n in range(16))
+
+    assert width(grouped) < 0.9 * width(plain)
+    alone = grouped.draw([1], [3]).tensors["labels"]
+    assert torch.equal(grouped.draw([0, 1, 2], [3] * 3).tensors["labels"][4:8], alone)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_full_batch_needs_no_mask(kind: str) -> None:
+    """The same loss with and without the mask where no row is padded."""
+    p = tiny_problem(kind)
+    assert p.model is not None
+    tokens = torch.randint(3, 50, (6, 9), generator=torch.Generator().manual_seed(0))
+    ones = torch.ones_like(tokens)
+    with_mask = p.model(p.x, p.y, input_ids=tokens, attention_mask=ones).logits
+    without = p.model(p.x, p.y, input_ids=tokens).logits
+    torch.testing.assert_close(with_mask, without, rtol=0, atol=1e-12)
+
+
+def test_masks_by_architecture() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert needed_mask(ARCHITECTURES["gpt2"], mask, torch.float32) is None
+    assert needed_mask(ARCHITECTURES["deberta-v2"], mask, torch.float32) is mask
+    bias = needed_mask(ARCHITECTURES["roberta"], mask, torch.float32)
+    assert bias is not None and bias.shape == (2, 1, 3, 3)
+    assert (bias[0, 0, :, 2] == torch.finfo(torch.float32).min).all() and not bias[1].any()
+
+
+@pytest.mark.slow
+def test_compiled_passes_give_the_same_run() -> None:
+    ends = []
+    for compiled in (False, True):
+        p = tiny_problem("roberta")
+        assert p.model is not None
+        if compiled:
+            p.model.compile()
+        method = METHODS["pf2lora"](p.layout, client_lr=0.1)
+        rounds = [done.kept() for done in train(method, p.F, method.init(p.x, p.y), p.source, Schedule(2, 2))]
+        ends.append(rounds[-1].served.x)
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
+
+
+class StandInGraph:
+    """A CUDA graph without CUDA: it remembers the method's step that was recorded, and a replay computes it again from
+    the same places into the same places, as a graph does."""
+
+    recording: StandInGraph | None = None
+    replays = 0
+
+    def pool(self) -> None:
+        return None
+
+    def hold(self, step: Any, state: State, out: tuple[State, StepStats]) -> None:
+        self.step, self.state, self.out = step, state, out
+
+    def replay(self) -> None:
+        StandInGraph.replays += 1
+        state, report = self.step()
+        over_tensors(lambda place, new: place.copy_(new), self.state, state)
+        self.out[1].loss.copy_(report.loss)
+        if report.second_order is not None:
+            assert self.out[1].second_order is not None
+            self.out[1].second_order.copy_(report.second_order)
+
+
+@pytest.fixture
+def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording and replaying on the CPU, so that what is around the graphs is tested everywhere."""
+
+    @contextmanager
+    def record(graph: StandInGraph, pool: None) -> Iterator[None]:
+        StandInGraph.recording = graph
+        yield
+        StandInGraph.recording = None
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(
+        local, "make_stepper", lambda F, device, graphs: GraphStepper(F) if graphs else PlainStepper(F)
+    )
+    for kind in {METHODS[name] for name in ("pf2lora", "homlora", "per-fedavg")}:
+        original = kind.step
+
+        def step(
+            self: Any, F: Any, s: State, *batches: Any, original: Any = original
+        ) -> tuple[State, StepStats]:
+            out: tuple[State, StepStats] = original(self, F, s, *batches)
+            if StandInGraph.recording is not None:
+                StandInGraph.recording.hold(lambda: original(self, F, s, *batches), s, out)
+            return out
+
+        monkeypatch.setattr(kind, "step", step)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("homlora", {}),
+        ("per-fedavg", {}),
+        ("pf2lora", {}),
+        ("pf2lora", {"hypergradient_mode": "auto", "precision": "bfloat16"}),
+    ],
+)
+def test_replays_begin_where_the_last_step_ended(
+    name: str, options: dict[str, str], stand_in_graphs: None
+) -> None:
+    """Steps of several lengths, methods and passes: each replay has the state and the batches of its own step."""
+    runs = []
+    for graphs, per_pass in ((False, None), (True, None), (True, 2)):
+        p = tiny_problem("roberta")
+        method = METHODS[name](p.layout, **({"client_lr": 1e-4} if name != "homlora" else {}), **options)
+        source = replace(p.source, window=4, alike=method.draws)  # type: ignore[type-var]
+        schedule = Schedule(3, 4, clients_per_pass=per_pass)
+        StandInGraph.replays = 0
+        rounds = [
+            r.kept() for r in train(method, p.F, method.init(p.x, p.y), source, schedule, graphs=graphs)
+        ]
+        assert StandInGraph.replays == (0 if not graphs else 12 if per_pass is None else 24)
+        runs.append(rounds)
+    for plain, *recorded in zip(*runs):
+        for other in recorded:
+            torch.testing.assert_close(other.served.x, plain.served.x, rtol=0, atol=1e-9)
+            torch.testing.assert_close(other.report.loss, plain.report.loss, rtol=0, atol=1e-9)
+            assert (other.report.second_order is None) is (plain.report.second_order is None)
+    if options:
+        assert [r.report.second_order is None for r in runs[1]] == [False, True, True]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+@pytest.mark.parametrize("name", ["pf2lora", "homlora", "per-fedavg", "hetlora"])
+def test_recorded_steps_and_waiting_clients_give_the_plain_numbers(name: str) -> None:
+    """Plain on the device; recorded as CUDA graphs; recorded with two clients a pass and the others on the host."""
+    device = torch.device("cuda")
+    runs = []
+    for graphs, per_pass in ((False, None), (True, None), (True, 2)):
+        p = tiny_problem("roberta")
+        assert p.model is not None
+        p.model.model.to(device)  # type: ignore[arg-type]
+        options = {"ranks": (2, 3, 4)} if name == "hetlora" else {}
+        method = METHODS[name](p.layout, **options)
+        data = p.source.data.to(device)  # type: ignore[attr-defined]
+        source = EncodedSource(data, p.source.names, 4, seed=0, alike=method.draws)
+        schedule = Schedule(3, 4, clients_per_pass=per_pass)
+        rounds = train(method, p.F, method.init(p.x, p.y), source, schedule, device=device, graphs=graphs)
+        *_, last = rounds
+        assert last.served.x.device.type == ("cuda" if per_pass is None else "cpu")
+        runs.append(last.served.x.cpu())
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=1e-9)
+    torch.testing.assert_close(runs[0], runs[2], rtol=0, atol=1e-9)

@@ -1,0 +1,107 @@
+"""Both halves of a federated run, in one process and without FLARE: the local engine's numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_federation import SITES, local_run, make_plan, make_small
+
+from pf2lora.federation.protocol import wire
+from pf2lora.methods import METHODS
+from pf2lora.methods.bilevel import ROUNDOFF
+from pf2lora.run import trial as trials
+
+pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+FEDERATED = [name for name, kind in METHODS.items() if kind.federated]
+
+
+@pytest.mark.parametrize("method", FEDERATED)
+@pytest.mark.parametrize(
+    "variant", [{}, {"participation": 0.5, "weighting": "size"}], ids=["all", "half-by-size"]
+)
+def test_every_method_gives_the_local_engines_numbers(
+    tmp_path: Path, method: str, variant: dict[str, Any]
+) -> None:
+    plan = make_plan(method, config={"rounds": 4} | variant)
+    small = make_small(tmp_path, plan)
+    small.run()
+    state, common, _ = local_run(tmp_path, plan)
+    assert small.coordinator.common is not None
+    assert common.norm() > 0.1
+    assert (small.coordinator.common - common).abs().max() <= 1e-5
+    for k, site in enumerate(SITES):  # y and the served x of every site, too
+        rounds = small.workers[site].folder.rounds()
+        saved = small.workers[site].folder.load(rounds[-1], small.works[site].initial) if rounds else None
+        own = saved.state if saved else small.works[site].initial
+        assert own.y.numel() == 0 or (own.y[0] - state.y[k]).abs().max() <= 1e-5
+        served = small.works[site].method.receive(own, small.coordinator.common)
+        assert (served.x[0] - state.x[k]).abs().max() <= 1e-5
+
+
+def test_a_site_leaves_the_second_order_term_out_where_the_local_engine_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ROUNDOFF, "float32", 10.0)  # every share is under it
+    plan = make_plan("pf2lora", config={"rounds": 4, "hypergradient_mode": "auto"})
+    small = make_small(tmp_path, plan)
+    small.run()
+    state, common, _ = local_run(tmp_path, plan)
+    assert small.coordinator.common is not None
+    assert (small.coordinator.common - common).abs().max() <= 1e-5
+    for k, site in enumerate(SITES):
+        own = small.workers[site].folder.newest_before(99, small.works[site].initial).state
+        assert own.opt.age[0] == state.opt.age[k] > 0  # it was left out, and a site remembers that
+
+
+def test_the_scores_are_the_local_engines(tmp_path: Path) -> None:
+    plan = make_plan("per-fedavg", config={"evaluate_every": 1})
+    small = make_small(tmp_path, plan)
+    small.run()
+    final = json.loads((tmp_path / "server" / "final.json").read_text())
+    state, _, trial = local_run(tmp_path, plan)
+    scores = trials.evaluate(trial.workload, trial.model, *trials.served_models(trial, state, 3))
+    for k, site in enumerate(SITES):
+        served = final[site]["served"]
+        assert served["rows"] == 20
+        assert served["accuracy"] / 20 == pytest.approx(scores["accuracy"][k])
+        assert served["loss"] / 20 == pytest.approx(scores["loss"][k], abs=1e-5)
+
+
+def test_hetlora_sites_send_and_get_only_their_ranks(tmp_path: Path) -> None:
+    plan = make_plan(
+        "hetlora", config={"methods": {"hetlora": {"r_min": 1, "r_max": 6, "gamma": 0.5, "penalty": 0.1}}}
+    )
+    small = make_small(tmp_path, plan)
+    small.run()
+    seen = set()
+    for site, data in small.messages:
+        fields, tensors = wire.decode(data)
+        if fields["kind"] != "update":
+            continue
+        rounds = small.workers[site].folder.rounds()
+        if fields["round"] == rounds[-1]:
+            saved = small.workers[site].folder.load(rounds[-1], small.works[site].initial)
+            sent = sum(t.numel() for t in tensors.values())
+            assert [sent] == small.works[site].method.sent_numbers(saved.state)
+            seen.add(sent)
+            down = small.coordinator.for_site(site)
+            assert sum(t.numel() for t in down.values()) == sent
+    assert len(seen) > 1  # the payloads differ
+
+
+def test_bfloat16_halves_the_bytes_and_stays_close(tmp_path: Path) -> None:
+    totals, commons = [], []
+    for name in ("float32", "bfloat16"):
+        plan = make_plan("pf2lora", wire=name)
+        small = make_small(tmp_path / name, plan)
+        small.run()
+        totals.append(sum(sum(t.nbytes for t in wire.decode(d).tensors.values()) for _, d in small.messages))
+        commons.append(small.coordinator.common)
+    assert totals[1] * 2 == totals[0]
+    assert 0 < (commons[0] - commons[1]).norm() / commons[0].norm() < 0.05

@@ -1,0 +1,204 @@
+"""Start-up kits: who gets what, how they are hardened, and one clear line for what cannot be."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import socket
+import stat
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+from small_federation import make_plan
+from typer.testing import CliRunner
+
+pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
+
+from pf2lora import federation
+from pf2lora.cli.federation import app
+from pf2lora.errors import UserError
+from pf2lora.federation.flare.admin import session, write_job
+from pf2lora.federation.flare.processes import check_port, open_kit, start
+from pf2lora.federation.flare.provision import Project, provision, read_project
+from pf2lora.federation.protocol.work import read_site_file
+
+MEMBER = "guest@example.org"
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    project = Project("trial", "localhost", ("clinic-a", "clinic-b"), port=18200, members=(MEMBER,))
+    return provision(project, tmp_path_factory.mktemp("federation") / "kits")
+
+
+def test_everybody_gets_a_kit_and_keys_are_their_owners(kits: dict[str, Path]) -> None:
+    assert set(kits) == {"server", "clinic-a", "clinic-b", "lead@pf2lora.local", MEMBER}
+    root = kits["server"].parent
+    keys = [*root.rglob("*.key"), *(root / "authority").iterdir()]
+    assert len(keys) == 6
+    assert all(stat.S_IMODE(key.stat().st_mode) == 0o600 for key in keys)
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert open_kit(kits["clinic-a"]).name == "clinic-a"
+    assert open_kit(kits["server"]).port == 18200
+
+
+def test_kits_are_hardened(kits: dict[str, Path]) -> None:
+    for name in ("clinic-a", "clinic-b"):
+        local = kits[name] / "local"
+        resources = json.loads((local / "resources.json").read_text())
+        assert resources["class_allow_list"] == ["pf2lora.federation.flare.executor.Site"]
+        assert resources["class_list_enforcement_mode"] == "enforce"
+        assert resources["allow_log_streaming"] is False
+        assert not any("log_stream" in c["path"] for c in resources["components"])
+        privacy = json.loads((local / "privacy.json").read_text())
+        (scope,) = privacy["scopes"]
+        assert scope["name"] == privacy["default_scope"]
+        assert [f["path"] for f in scope["task_result_filters"]] == [
+            "pf2lora.federation.flare.executor.AllowListFilter"
+        ]
+    server = json.loads((kits["server"] / "local" / "resources.json").read_text())
+    assert server["class_allow_list"] == ["pf2lora.federation.flare.controller.FederationController"]
+    assert "/tmp" not in json.dumps(server)
+    for name in ("server", "clinic-a", "clinic-b"):
+        rights = json.loads((kits[name] / "local" / "authorization.json").read_text())["permissions"]
+        assert all(role["byoc"] == "none" and role["shell_commands"] == "none" for role in rights.values())
+        assert [role for role, may in rights.items() if may["submit_job"] != "none"] == ["lead"]
+
+
+def test_a_job_carries_a_plan_and_nothing_else(tmp_path: Path) -> None:
+    plan = make_plan("pf2lora")
+    job = write_job(plan, tmp_path)
+    files = sorted(str(p.relative_to(job)) for p in job.rglob("*") if p.is_file())
+    assert files == ["app/config/config_fed_client.json", "app/config/config_fed_server.json", "meta.json"]
+    text = "".join(p.read_text() for p in job.rglob("*.json"))
+    assert "train" not in json.loads((job / "meta.json").read_text())
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('name = "t"\nhost = "h"\nsites = ["a", "a"]', "two sites are called 'a'"),
+        ('name = "t"\nhost = "h"\nsites = []', "names no sites"),
+        ('name = "t"\nhost = "h"', "sites is missing"),
+        ('name = "t"\nhost = "h"\nsites = ["a b"]', "site name 'a b'"),
+        ('name = "t"\nhost = "h"\nsites = ["a"]\nprot = 1', "did you mean 'port'"),
+        ('name = "t"\nhost = "h"\nsites = ["a"]\nport = 0', "port is 0"),
+        ('name = "t"\nhost = "h"\nsites = ["a"]\nlead = "me"', "use an e-mail address"),
+        ('name = "t', "not valid TOML"),
+    ],
+)
+def test_a_bad_project_file_is_one_line(tmp_path: Path, text: str, line: str) -> None:
+    (tmp_path / "project.toml").write_text(text)
+    with pytest.raises(UserError, match=line) as caught:
+        read_project(tmp_path / "project.toml")
+    assert "\n" not in str(caught.value)
+
+
+def test_kits_are_not_written_over_others(kits: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match="is not empty"):
+        provision(Project("trial", "localhost", ("a",)), kits["server"].parent)
+
+
+def test_a_port_in_use_is_named(kits: dict[str, Path]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 18200))
+        taken.listen()
+        with pytest.raises(UserError, match="port 18200 is in use"):
+            check_port(open_kit(kits["server"]))
+
+
+def test_an_expired_certificate_is_named(tmp_path: Path) -> None:
+    kits = provision(Project("trial", "localhost", ("clinic-a",)), tmp_path / "kits")
+    expire(kits["clinic-a"] / "startup")
+    with pytest.raises(UserError, match=r"the certificate of clinic-a \(client.crt\) expired on 20\d\d-"):
+        open_kit(kits["clinic-a"])
+
+
+def expire(folder: Path) -> None:
+    """A client.crt that ended yesterday."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+
+    key = load_pem_private_key((folder / "client.key").read_bytes(), None)
+    now = datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, "clinic-a")])
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(1).not_valid_before(now - datetime.timedelta(days=9))
+    certificate = builder.not_valid_after(now - datetime.timedelta(days=1)).sign(key, hashes.SHA256())  # type: ignore[arg-type]
+    (folder / "client.crt").write_bytes(certificate.public_bytes(Encoding.PEM))
+
+
+def test_a_key_that_others_can_read_is_named(tmp_path: Path) -> None:
+    kits = provision(Project("trial", "localhost", ("clinic-a",)), tmp_path / "kits")
+    (kits["clinic-a"] / "startup" / "client.key").chmod(0o644)
+    with pytest.raises(UserError, match="can be read by others: chmod 600"):
+        open_kit(kits["clinic-a"])
+
+
+def test_what_is_no_kit_is_said(tmp_path: Path, kits: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match="is no start-up kit"):
+        open_kit(tmp_path)
+    with pytest.raises(UserError, match="is no person's kit"), session(kits["clinic-a"]):
+        pass
+    with pytest.raises(UserError, match=r"site.toml is missing"):
+        start(open_kit(kits["clinic-b"]))
+
+
+def test_no_server_is_one_line(kits: dict[str, Path]) -> None:
+    with (
+        pytest.raises(UserError, match="no server answers at localhost:18200"),
+        session(kits["lead@pf2lora.local"]),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('[data]\nclients = ["a.jsonl"]', "model is missing"),
+        ('model = "m"', "names no file"),
+        ('model = "m"\nmodle = 1', "did you mean 'model'"),
+        ('model = "m"\n[data]\nclients = ["a"]\ndataset = "sst2"', "unknown key 'dataset'"),
+        ('model = "m"\ndata = 3', "must be a table"),
+    ],
+)
+def test_a_bad_site_file_is_one_line(tmp_path: Path, text: str, line: str) -> None:
+    (tmp_path / "site.toml").write_text(text)
+    with pytest.raises(UserError, match=line):
+        read_site_file(tmp_path / "site.toml")
+
+
+def test_an_engine_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(federation, "version", lambda name: "2.8.1")
+    with pytest.raises(UserError, match=r"nvflare 2.8.1 is installed, but .* needs 2.9.x"):
+        federation.require_nvflare()
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(federation, "version", missing)
+    with pytest.raises(UserError, match=r"pip install 'pf2lora\[federation\]'"):
+        federation.require_nvflare()
+
+
+def test_commands_check_their_input_before_they_do_anything(tmp_path: Path, kits: dict[str, Path]) -> None:
+    def refused(*args: str) -> str:
+        result = CliRunner().invoke(app, args)
+        assert isinstance(result.exception, UserError), result.output
+        return str(result.exception)
+
+    lead = str(kits["lead@pf2lora.local"])
+    assert "--labels is missing" in refused("submit", "--kit", lead, "--sites", "a,b", "--rounds", "3")
+    assert "two sites are called 'a'" in refused(
+        "submit", "--kit", lead, "--sites", "a,a", "--labels", "x,y", "--rounds", "3"
+    )
+    assert "is no start-up kit" in refused("join", str(tmp_path))
+    assert "there is no config file" in refused("provision", str(tmp_path / "no.toml"))
+    (tmp_path / "project.toml").write_text('name = "t"\nhost = "localhost"\nsites = ["a"]\n')
+    made = CliRunner().invoke(
+        app, ["provision", str(tmp_path / "project.toml"), "--out", str(tmp_path / "kits")]
+    )
+    assert made.exit_code == 0 and "a: " in made.output and "authority" in made.output

@@ -1,0 +1,150 @@
+"""Small runs of every method on every task, boiled down to numbers that a rebuild must not change.
+
+`python tests/pinned_runs.py` writes pinned_runs.json anew; a commit that does so says what changed and why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from little_world import make_world
+from safetensors.torch import load_file
+from small_federation import Small, make_plan, write_site_file
+from tiny_tasks import write_generation_task, write_question_task
+
+from pf2lora import federate
+
+RECORDED = Path(__file__).with_name("pinned_runs.json")
+METHODS = ("pf2lora", "pf2lora-joint", "homlora", "per-fedavg", "hetlora", "centralized", "local")
+TASKS = ("classification", "question-answering", "generation")
+WAYS = ("all at once", "one a pass", "federation")
+NAMES = ("north", "south", "west")
+SETTINGS: dict[str, Any] = {
+    "rounds": 2,
+    "steps": 2,
+    "batch_size": 4,
+    "rank": 4,
+    "client_rank": 2,
+    "lr": 0.01,
+    "client_lr": 0.05,
+    "participation": 0.67,
+}
+OF_TASK: dict[str, dict[str, Any]] = {
+    "classification": {"max_length": 16},
+    "question-answering": {"max_length": 64, "stride": 8},
+    "generation": {"max_length": 64, "max_new_tokens": 6, "beams": 2, "no_repeat_ngram": 0},
+}
+CASES = [
+    (method, task, way)
+    for method in METHODS
+    for task in TASKS
+    for way in WAYS
+    if not (method == "centralized" and way == "federation")  # it pools everybody's data
+]
+
+
+def name_of(method: str, task: str, way: str) -> str:
+    return f"{method}, {task}, {way}"
+
+
+def write_task(task: str, folder: Path) -> tuple[Path, list[Path]]:
+    """A tiny model in a folder, and three clients' files."""
+    if task == "classification":
+        world = make_world(folder)
+        return world.model, world.clients
+    return (write_question_task if task == "question-answering" else write_generation_task)(folder, NAMES)
+
+
+def run(method: str, task: str, way: str, folder: Path) -> dict[str, Any]:
+    """One run's numbers: projections of its adapters, its scores, and what it sent."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with patch.dict(os.environ, PATH=""):  # METEOR starts Java, which takes longer than the whole run
+            model, files = write_task(task, folder)
+            work = in_federation if way == "federation" else locally
+            return work(method, task, model, files, folder, way)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def locally(method: str, task: str, model: Path, files: list[Path], folder: Path, way: str) -> dict[str, Any]:
+    settings = SETTINGS | OF_TASK[task] | {"device": "cpu"}
+    settings |= {"clients_per_pass": 1} if way == "one a pass" else {}
+    federate(model=model, clients=files, task=task, method=method, out=folder / "run", **settings)
+    (record,) = json.loads((folder / "run/result.json").read_text())["methods"][method]["runs"]
+    scores = {
+        f"{point} {metric}": values["per_client"]
+        for point in ("served", "before_averaging")
+        for metric, values in (record[point] or {}).items()
+    }
+    states = sorted((folder / "run/state").rglob("*.safetensors"))
+    adapters = {path.stem: projections(load_file(path)) for path in states}
+    sent = record["bytes_per_round"]
+    return {"adapters": adapters, "scores": scores, "sent": sent["adapter"] + sent["head"]}
+
+
+def in_federation(
+    method: str, task: str, model: Path, files: list[Path], folder: Path, way: str
+) -> dict[str, Any]:
+    config = SETTINGS | OF_TASK[task] | {"task": task}
+    labels = {"classification": ("neg", "pos")}.get(task, ())
+    plan = make_plan(method, NAMES, config=config, labels=labels)
+    own = {
+        site: write_site_file(folder / "sites" / site / "site.toml", folder, site, model) for site in NAMES
+    }
+    for site, file in zip(NAMES, files):
+        for part in ("train", "test"):  # the same rows in both: what is pinned is how they are used
+            (folder / part).mkdir(exist_ok=True)
+            (folder / part / f"{site}.jsonl").write_bytes(file.read_bytes())
+    small = Small(plan, folder, own)
+    small.run()
+    final = json.loads((folder / "server/final.json").read_text())
+    states = sorted((folder / "state").rglob("state/clients/*.safetensors"))
+    adapters = {path.stem: projections(load_file(path)) for path in states}
+    if small.coordinator.common is not None:
+        adapters["common"] = projections({"common": small.coordinator.common})
+    scores = {site: sorted(answer.get("served", {}).items()) for site, answer in final.items()}
+    sent = sum(numel for _, data in small.messages for numel in [numbers_in(data)])
+    return {
+        "adapters": adapters,
+        "scores": {site: [v for _, v in s] for site, s in scores.items()},
+        "sent": sent,
+    }
+
+
+def numbers_in(data: bytes) -> int:
+    from pf2lora.federation.protocol import wire
+
+    return sum(t.numel() for t in wire.decode(data).tensors.values())
+
+
+def projections(tensors: dict[str, torch.Tensor]) -> list[float]:
+    """Each kind of tensor (A, B, C, D, the head's) on a fixed random direction: any change of a number shows."""
+    found = []
+    for name in sorted(tensors):
+        flat = tensors[name].double().flatten().numpy()
+        direction = np.random.default_rng(len(flat)).standard_normal(len(flat))
+        found.append(float(flat @ direction))
+    return [round(v, 9) for v in found]
+
+
+def record() -> None:
+    found = {}
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            found[name_of(*case)] = run(*case, Path(folder))
+        print(name_of(*case), file=sys.stderr)
+    RECORDED.write_text(json.dumps(found, indent=None, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+
+
+if __name__ == "__main__":
+    record()

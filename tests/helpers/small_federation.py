@@ -1,0 +1,180 @@
+"""A federation small enough for tests: a tiny BERT in a folder, four sites' files, and the run without FLARE."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+from pf2lora.core.method import State
+from pf2lora.engines.local import Schedule, train
+from pf2lora.federation.protocol import wire
+from pf2lora.federation.protocol.allow_list import Guard
+from pf2lora.federation.protocol.coordinator import Coordinator
+from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.state import StateFolder
+from pf2lora.federation.protocol.work import build, state_folder
+from pf2lora.federation.protocol.worker import SiteWork, Worker
+from pf2lora.run import trial as trials
+from pf2lora.run.config import from_dict
+from pf2lora.run.experiment import prepare
+from pf2lora.run.trial import evaluation_rounds
+
+SITES = ("site-1", "site-2", "site-3", "site-4")
+LABELS = ("neg", "pos")
+WORDS = [f"w{i}" for i in range(45)]
+
+
+def write_model(folder: Path, seed: int = 0, width: int = 16) -> Path:
+    """A random BERT of two layers with its tokenizer, as save_pretrained() leaves it."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(special + WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+    fast.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=2 * width,
+        max_position_embeddings=40,
+        num_labels=2,
+    )
+    model = BertForSequenceClassification(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)  # larger than usual, so that every step shows
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_data(folder: Path, sites: tuple[str, ...] = SITES) -> None:
+    """Each site's train and test file; sizes and label shares differ."""
+    draw = random.Random(0)
+    for k, site in enumerate(sites):
+        for part, rows in (("train", 40 + 10 * k), ("test", 20)):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            with (folder / part / f"{site}.jsonl").open("w") as file:
+                for _ in range(rows):
+                    positive = draw.random() < 0.3 + 0.15 * k
+                    words = draw.choices(WORDS[20:] if positive else WORDS[:25], k=draw.randint(4, 12))
+                    file.write(json.dumps({"text": " ".join(words), "label": LABELS[positive]}) + "\n")
+
+
+def write_site_file(
+    path: Path, root: Path, site: str, model: Path | None = None, state: Path | None = None
+) -> Path:
+    """The file a site says where its things are in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f'model = "{model or root / "model"}"\nstate = "{state or root / "state" / site}"\ndevice = "cpu"\n'
+        f'[data]\nclients = ["{root / "train" / site}.jsonl"]\ntest = ["{root / "test" / site}.jsonl"]\n'
+    )
+    return path
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """A short run's settings."""
+    return {
+        "rounds": 3,
+        "steps": 2,
+        "batch_size": 4,
+        "rank": 4,
+        "client_rank": 2,
+        "lr": 0.01,
+        "client_lr": 0.05,
+    } | changes
+
+
+def make_plan(method: str = "pf2lora", sites: tuple[str, ...] = SITES, **changes: Any) -> Plan:
+    """A plan; `config` changes the run's settings."""
+    config = settings(**changes.pop("config", {})) | {"method": [method]}
+    return Plan("trial", config, method, sites, changes.pop("labels", LABELS), **changes)
+
+
+@dataclass
+class Small:
+    """Coordinator and workers in one process. Every message passes the wire format and the allow-list."""
+
+    plan: Plan
+    root: Path
+    files: dict[str, Path]
+    works: dict[str, SiteWork] = field(default_factory=dict)
+    tamper: Callable[[str, bytes], bytes] = lambda site, data: data
+    messages: list[tuple[str, bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for site, file in self.files.items():
+            self.works[site] = build(self.plan, file, site)
+        self.start_server()
+        self.workers = {site: self.start_site(site) for site in self.files}
+
+    def start_server(self) -> None:
+        """A server, from what is on its disk."""
+        self.coordinator = Coordinator(self.plan, self.root / "server")
+
+    def start_site(self, site: str) -> Worker:
+        """A site, from what is on its disk."""
+        folder = StateFolder(state_folder(self.plan, self.files[site]), self.plan.name)
+        folder.open()
+        return Worker(self.works[site], folder, self.plan.run.steps, wire.dtype_named(self.plan.wire))
+
+    def ask(self, requests: dict[str, bytes]) -> dict[str, bytes]:
+        """The sites' answers, as far as their allow-lists let them out."""
+        answers = {}
+        for site, request in requests.items():
+            work = self.works[site]
+            answer = self.workers[site].answer(request)
+            Guard(work.layout, work.metrics, wire.dtype_named(self.plan.wire)).check(answer)
+            self.messages.append((site, answer))
+            answers[site] = self.tamper(site, answer)
+        return answers
+
+    def greet(self) -> None:
+        hello = wire.encode({"kind": "hello", "round": self.coordinator.done + 1})
+        for site, answer in self.ask(dict.fromkeys(self.files, hello)).items():
+            self.coordinator.welcome(site, answer)
+
+    def round(self, present: list[str] | None = None) -> dict[str, Any]:
+        """One round; `present` are those who answer."""
+        there = list(self.files) if present is None else present
+        answers = self.ask(self.coordinator.requests(there, evaluation_rounds(self.plan.run)))
+        missing = [s for s in self.coordinator.chosen(self.coordinator.done + 1) if s not in answers]
+        return self.coordinator.finish_round(answers, 0.0, missing)
+
+    def run(self) -> None:
+        self.greet()
+        while self.coordinator.done < self.plan.run.rounds:
+            self.round()
+        self.coordinator.finish(self.ask(self.coordinator.farewell(list(self.files))))
+
+
+def make_small(root: Path, plan: Plan, **changes: Any) -> Small:
+    """The sites' files under `root`, and the federation on them."""
+    if not (root / "model").exists():
+        write_model(root / "model")
+        write_data(root)
+    files = {site: write_site_file(root / "sites" / site / "site.toml", root, site) for site in plan.sites}
+    return Small(plan, root, files, **changes)
+
+
+def local_run(root: Path, plan: Plan) -> tuple[State, torch.Tensor, Any]:
+    """The local engine's last state, its common x and its trial, on the same files."""
+    data = {"clients": [str(root / "train")], "test": [str(root / "test")]}
+    config = from_dict(
+        dict(plan.config) | {"model": str(root / "model"), "device": "cpu", "data": data}, "test"
+    )
+    trial = trials.set_up(prepare(config), plan.method, config.seed)
+    schedule = Schedule(config.rounds, config.steps, config.participation, config.weighting, seed=config.seed)
+    *_, last = train(trial.method, trial.F, trial.state, trial.source, schedule)
+    return last.served, last.common, trial

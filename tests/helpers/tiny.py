@@ -1,0 +1,228 @@
+"""Tiny random models of every supported architecture, and small classification data for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DebertaV2Config,
+    GPT2Config,
+    LlamaConfig,
+    MPNetConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    RobertaConfig,
+)
+
+from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel, factor_entries
+from pf2lora.core.layout import Entry, Layout
+from pf2lora.core.method import Loss, Method
+from pf2lora.engines.batches import Batch, BatchSource, Encoded, EncodedSource, batch_rows
+from pf2lora.methods.hetlora import HetLoRA
+from pf2lora.methods.homlora import HomLoRA
+from pf2lora.methods.local import Local
+from pf2lora.methods.per_fedavg import PerFedAvg
+from pf2lora.methods.pf2lora import PF2LoRA
+from pf2lora.methods.pf2lora_joint import PF2LoRAJoint
+from pf2lora.tasks.classification.task import Classification
+
+VOCABULARY, WIDTH, LABELS = 50, 16, 3
+SMALL = {"vocab_size": VOCABULARY, "num_labels": LABELS, "pad_token_id": 1}
+ENCODER = SMALL | {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+}
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "bert": BertConfig(**ENCODER),
+    "roberta": RobertaConfig(**ENCODER, type_vocab_size=1),
+    "mpnet": MPNetConfig(**ENCODER),
+    "deberta-v2": DebertaV2Config(
+        **ENCODER,
+        relative_attention=True,
+        position_buckets=8,
+        max_relative_positions=-1,
+        share_att_key=True,
+        pos_att_type=["p2c", "c2p"],
+        norm_rel_ebd="layer_norm",
+        position_biased_input=False,
+        type_vocab_size=0,
+        pooler_hidden_size=WIDTH,
+    ),
+    "gpt2": GPT2Config(**SMALL, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=40),
+    "llama": LlamaConfig(**ENCODER, num_key_value_heads=1),
+}
+
+
+def tiny_model(
+    kind: str, seed: int = 0, dtype: torch.dtype = torch.float64, config: PretrainedConfig | None = None
+) -> PreTrainedModel:
+    """A random classifier; the weights are larger than usual so that gradients are far from zero."""
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(copy.deepcopy(config or CONFIGS[kind]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+            elif "bias" in name:
+                parameter.normal_(0, 0.1)
+    return in_one_precision(model).to(dtype).eval()
+
+
+def in_one_precision(model: PreTrainedModel) -> PreTrainedModel:
+    """Llama's norms compute in float32 whatever comes in; torch's keep float64, which the tests need."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
+            norm.load_state_dict(module.state_dict())
+            model.set_submodule(name, norm)
+    return model
+
+
+def tiny_two_level(kind: str, **spec: object) -> TwoLevelModel:
+    return TwoLevelModel(tiny_model(kind), AdapterSpec(**({"rank": 4, "client_rank": 2} | spec)))  # type: ignore[arg-type]
+
+
+def tiny_data(sizes: Sequence[int], seed: int = 0, longest: int = 12, pad: int = 1) -> Encoded:
+    """Random tokens of random length, right-padded, for clients of different sizes."""
+    random = np.random.default_rng(seed)
+    total = sum(sizes)
+    lengths = random.integers(3, longest + 1, total)
+    tokens = random.integers(3, VOCABULARY, (total, longest))
+    tokens[np.arange(longest)[None, :] >= lengths[:, None]] = pad
+    labels = random.integers(0, LABELS, total)
+    starts = tuple(int(s) for s in np.concatenate([[0], np.cumsum(sizes)]))
+    return Encoded(
+        {"input_ids": torch.from_numpy(tokens)},
+        {"labels": torch.from_numpy(labels)},
+        lengths,
+        starts,
+        pad_to_multiple_of=1,
+    )
+
+
+class Problem(NamedTuple):
+    """Clients with data, a loss, and a start at which every gradient is far from zero."""
+
+    F: Loss
+    source: BatchSource
+    layout: Layout
+    x: Tensor  # (M, P) the same row for every client
+    y: Tensor  # (M, Q)
+    model: TwoLevelModel | None = None
+
+
+def tiny_problem(
+    kind: str,
+    sizes: Sequence[int] = (5, 9, 2),
+    *,
+    batch: int = 3,
+    names: Sequence[str] | None = None,
+    moved: bool = True,
+    model: PreTrainedModel | None = None,
+    **spec: object,
+) -> Problem:
+    """Classification with a tiny model; `moved` starts away from B = D = 0."""
+    wrapped = TwoLevelModel(model or tiny_model(kind), AdapterSpec(**({"rank": 4, "client_rank": 2} | spec)))  # type: ignore[arg-type]
+    names = list(names or [f"client-{k}" for k in range(len(sizes))])
+    x, y = wrapped.initial(0, names, torch.float64)
+    if moved:
+        random = torch.Generator().manual_seed(1)
+        x = x + 0.1 * torch.randn(1, x.shape[1], generator=random, dtype=x.dtype)
+        y = y + 0.1 * torch.randn(y.shape, generator=random, dtype=y.dtype)
+    task = Classification(None, [str(i) for i in range(LABELS)])  # type: ignore[arg-type]
+    source = EncodedSource(tiny_data(sizes), names, batch, 0, keyed=wrapped.spec.dropout > 0)
+    return Problem(lambda x, y, b: task.loss(wrapped, x, y, b), source, wrapped.x, x, y, wrapped)
+
+
+@dataclass(frozen=True)
+class RegressionSource:
+    """Rows `(u, target)` of each client; batches as the engine draws them."""
+
+    inputs: list[Tensor]  # per client (rows, n)
+    targets: list[Tensor]  # per client (rows, m)
+    names: list[str]
+    size: int = 4
+    seed: int = 0
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(rows) for rows in self.inputs]
+
+    def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
+        rows = [
+            batch_rows(self.seed, self.names[k], self.sizes[k], i, self.size)
+            for k, i in zip(clients, numbers)
+        ]
+        inputs = torch.cat([self.inputs[k][at] for k, at in zip(clients, rows)])
+        targets = torch.cat([self.targets[k][at] for k, at in zip(clients, rows)])
+        return Batch(len(clients), {"inputs": inputs, "targets": targets})
+
+
+def regression_problem(
+    sizes: Sequence[int] = (7, 12, 3), *, rank: int = 4, client_rank: int = 2, modules: int = 2, seed: int = 0
+) -> Problem:
+    """`modules` adapted linear maps `R^6 -> R^5`, applied side by side and summed through tanh; a shared head bias."""
+    n, m = 6, 5
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    entries = factor_entries({f"w{i}": (m, n) for i in range(modules)}, "A", "B", rank)
+    entries.append(Entry("head", "head", (m,), "bias"))
+    common = Layout(tuple(entries), sum(e.size for e in entries))
+    own = Layout(
+        tuple(factor_entries({f"w{i}": (m, n) for i in range(modules)}, "C", "D", client_rank))
+        if client_rank
+        else (),
+        0,
+    )
+
+    def F(x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        p, q = common.unpack(x), own.unpack(y)
+        u = batch.tensors["inputs"].unflatten(0, (batch.clients, -1))
+        out = p["head.bias"].unsqueeze(1)
+        for i in range(modules):
+            W = p[f"w{i}.B"] @ p[f"w{i}.A"]
+            if client_rank:
+                W = W + q[f"w{i}.D"] @ q[f"w{i}.C"]
+            out = out + torch.tanh(u @ W.mT)
+        return (out - batch.tensors["targets"].view_as(out)).square().mean((1, 2))
+
+    source = RegressionSource(
+        [normal(rows, n) for rows in sizes],
+        [normal(rows, m) for rows in sizes],
+        [f"client-{k}" for k in range(len(sizes))],
+    )
+    x = 0.5 * normal(1, common.size).expand(len(sizes), -1).clone()
+    return Problem(F, source, common, x, 0.5 * normal(len(sizes), own.size))
+
+
+SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
+    "pf2lora-exact": (PF2LoRA, {"client_lr": 0.1, "hypergradient_mode": "exact"}),
+    "pf2lora-difference": (PF2LoRA, {"client_lr": 0.1, "hypergradient_mode": "difference", "zeta_size": 2}),
+    "pf2lora-none-four": (PF2LoRA, {"client_lr": 0.1, "hypergradient_mode": "none", "batches": 4}),
+    "pf2lora-joint": (PF2LoRAJoint, {"client_lr": 0.1}),
+    "homlora": (HomLoRA, {}),
+    "per-fedavg": (PerFedAvg, {"client_lr": 0.1, "hypergradient_mode": "exact"}),
+    "hetlora": (HetLoRA, {"ranks": (1, 3, 4), "gamma": 0.7, "penalty": 0.1}),
+    "local": (Local, {}),
+}
+
+
+def build(setting: str, p: Problem, **changes: Any) -> Method:
+    """A method of `SETTINGS` for the problem's layout."""
+    kind, options = SETTINGS[setting]
+    return kind(p.layout, lr=0.01, **(options | changes))
