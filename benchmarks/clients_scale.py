@@ -58,7 +58,7 @@ def measure(work: Workload, clients: int, options: argparse.Namespace) -> Row:
     """The last of some rounds with `clients` clients."""
     two_level = METHODS[options.method].two_level
     model = work.adapt(two_level=two_level)
-    chosen: dict[str, Any] = {"hypergradient_mode": options.hypergradient_mode} if two_level else {}
+    chosen: dict[str, Any] = {"hypergradient_mode": options.hypergradient} if two_level else {}
     method = METHODS[options.method](model.x, **chosen)
     start_memory(work.device)
     start_host_memory()

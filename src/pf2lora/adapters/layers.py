@@ -13,38 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
+from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.core.randomness import keep_mask
-from pf2lora.errors import UserError
-
-
-@dataclass(frozen=True)
-class AdapterSpec:
-    """`client_rank` 0 leaves out D_kC_k. `scaling` and `client_scaling` are s and s̃ (lora_alpha / r).
-
-    `targets` are module names, name endings or patterns (`*.3.*.query`); empty takes the architecture's query
-    and value. `head` is trained with x and averaged ("shared"), trained and never sent ("personal"), or "frozen".
-    """
-
-    rank: int = 8
-    client_rank: int = 2
-    scaling: float = 1.0
-    client_scaling: float = 1.0
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ()
-    head: str = "shared"
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UserError(f"rank is {self.rank}; it must be at least 1")
-        if not 0 <= self.client_rank < self.rank:
-            raise UserError(
-                f"client_rank is {self.client_rank} and rank {self.rank}; the client's adapter is the smaller one: "
-                f"0 <= client_rank < rank"
-            )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout is {self.dropout}; it must lie in [0, 1)")
-        if self.head not in ("shared", "personal", "frozen"):
-            raise UserError(f"head is {self.head!r}; it must be 'shared', 'personal' or 'frozen'")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from pf2lora.adapters.architectures import (
     stack_relative_positions,
 )
 from pf2lora.adapters.base_model import fresh_parameters
-from pf2lora.adapters.layers import Adapted, AdapterSpec, ClientLinear, Part, sizes
+from pf2lora.adapters.layers import Adapted, ClientLinear, Part, sizes
+from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.core.layout import Entry, Kind, Layout
 from pf2lora.core.randomness import generator
 from pf2lora.core.second_order import is_differentiated_twice

@@ -1,20 +1,23 @@
-"""The paper's methods, a file each. A new algorithm is a new file and a line here."""
+"""The methods, a file each. A new algorithm is a new file and a line here; other packages' come through the door."""
 
-from pf2lora.core.method import Method
-from pf2lora.methods.centralized import Centralized
-from pf2lora.methods.hetlora import HetLoRA
-from pf2lora.methods.homlora import HomLoRA
-from pf2lora.methods.local import Local
-from pf2lora.methods.per_fedavg import PerFedAvg
-from pf2lora.methods.pf2lora import PF2LoRA
-from pf2lora.methods.pf2lora_joint import PF2LoRAJoint
+from __future__ import annotations
 
-METHODS: dict[str, type[Method]] = {
-    "pf2lora": PF2LoRA,
-    "pf2lora-joint": PF2LoRAJoint,
-    "homlora": HomLoRA,
-    "per-fedavg": PerFedAvg,
-    "hetlora": HetLoRA,
-    "centralized": Centralized,
-    "local": Local,
-}
+from typing import TYPE_CHECKING
+
+from pf2lora.registry import Registry
+
+if TYPE_CHECKING:
+    from pf2lora.core.method import Method
+
+METHODS: Registry[Method] = Registry(
+    "method",
+    {
+        "pf2lora": "pf2lora.methods.pf2lora:PF2LoRA",
+        "pf2lora-joint": "pf2lora.methods.pf2lora_joint:PF2LoRAJoint",
+        "homlora": "pf2lora.methods.homlora:HomLoRA",
+        "per-fedavg": "pf2lora.methods.per_fedavg:PerFedAvg",
+        "hetlora": "pf2lora.methods.hetlora:HetLoRA",
+        "centralized": "pf2lora.methods.centralized:Centralized",
+        "local": "pf2lora.methods.local:Local",
+    },
+)

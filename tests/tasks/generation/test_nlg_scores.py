@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from pf2lora.tasks.generation import java
-from pf2lora.tasks.generation import scores as nlg
 from typer.testing import CliRunner
 
 from pf2lora.cli.score import app, read_items
 from pf2lora.errors import UserError
+from pf2lora.tasks.generation import java
+from pf2lora.tasks.generation import scores as nlg
 from pf2lora.tasks.generation.nist import nist
 from pf2lora.tasks.generation.scores import bleu, e2e_scores, lora_tokenize, ter, webnlg_scores
 
