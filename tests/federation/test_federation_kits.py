@@ -21,7 +21,7 @@ from pf2lora.errors import UserError
 from pf2lora.federation.flare.admin import session, write_job
 from pf2lora.federation.flare.processes import check_port, open_kit, start
 from pf2lora.federation.flare.provision import Project, provision, read_project
-from pf2lora.federation.protocol.work import read_site_file
+from pf2lora.federation.protocol.site_setup import read_site_file
 
 MEMBER = "guest@example.org"
 
@@ -47,7 +47,7 @@ def test_kits_are_hardened(kits: dict[str, Path]) -> None:
     for name in ("clinic-a", "clinic-b"):
         local = kits[name] / "local"
         resources = json.loads((local / "resources.json").read_text())
-        assert resources["class_allow_list"] == ["pf2lora.federation.flare.executor.Site"]
+        assert resources["class_allow_list"] == ["pf2lora.federation.flare.executor.SiteExecutor"]
         assert resources["class_list_enforcement_mode"] == "enforce"
         assert resources["allow_log_streaming"] is False
         assert not any("log_stream" in c["path"] for c in resources["components"])

@@ -1,4 +1,4 @@
-"""The server's side of FLARE: a controller around the coordinator.
+"""The server's side of FLARE: a controller around the session.
 
 FLARE lets a restarted client join only the next job. So a run is a chain of jobs: when a lost site registers again,
 the controller ends the current job at a round's end, and the keeper (`keeper.py`) submits its continuation.
@@ -26,10 +26,10 @@ from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.executor import BODY
-from pf2lora.federation.protocol import wire
-from pf2lora.federation.protocol.coordinator import Coordinator, QuorumMissed
+from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.runs import ALIVE, SITES, Status, run_folder, say, write_status
+from pf2lora.federation.protocol.run_status import ALIVE, SITES, Status, run_folder, say, write_status
+from pf2lora.federation.protocol.server import QuorumMissed, ServerSession
 from pf2lora.run.trial import evaluation_rounds
 
 PERIOD = 0.05  # seconds between looks at the tasks
@@ -80,7 +80,7 @@ class FederationController(Controller):
         with (self.folder / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.coordinator = Coordinator(self.plan, self.folder)
+                self.session = ServerSession(self.plan, self.folder)
             except OSError:
                 self.refuse(f"the run {self.plan.name!r} goes on already in another job")
                 return
@@ -108,20 +108,20 @@ class FederationController(Controller):
         connected = [s for s in plan.sites if s in known]
         say(
             self.folder,
-            f"run {plan.name!r}: {len(connected)} of {len(plan.sites)} sites, rounds {self.coordinator.done + 1} to "
+            f"run {plan.name!r}: {len(connected)} of {len(plan.sites)} sites, rounds {self.session.done + 1} to "
             f"{plan.run.rounds}, deadline {plan.deadline:g} s, quorum {plan.quorum:g} of a round's sites",
         )
-        hello = wire.encode({"kind": "hello", "round": self.coordinator.done + 1})
+        hello = messages.encode({"kind": "hello", "round": self.session.done + 1})
         patience = max(LOADING, plan.deadline)
         answers = self.exchange("hello", dict.fromkeys(connected, hello), patience)
         for site, data in answers.items():
-            self.admit(site, data, fatal=self.coordinator.done == 0)
+            self.admit(site, data, fatal=self.session.done == 0)
         for site in connected:
             if site not in answers:
                 self.lose(site, f"did not say hello within {patience:g} s")
         if len(self.present) < plan.needed(len(plan.sites)):
             raise QuorumMissed(
-                self.coordinator.done + 1,
+                self.session.done + 1,
                 0,
                 len(plan.sites),
                 plan,
@@ -131,7 +131,7 @@ class FederationController(Controller):
 
     def admit(self, site: str, data: bytes, fatal: bool) -> None:
         try:
-            self.coordinator.welcome(site, data)
+            self.session.welcome(site, data)
             self.present = [s for s in self.plan.sites if s in {*self.present, site}]
         except UserError as error:
             if fatal:
@@ -148,7 +148,7 @@ class FederationController(Controller):
     def knock(self, site: str) -> None:
         if site not in self.knocked:
             self.knocked.add(site)
-            hello = wire.encode({"kind": "hello", "round": self.coordinator.done + 1})
+            hello = messages.encode({"kind": "hello", "round": self.session.done + 1})
             self.post("hello", site, hello, 0, lambda data: self.back.__setitem__(site, data))
 
     def returned(self) -> bool:
@@ -175,29 +175,29 @@ class FederationController(Controller):
     # --- rounds ---------------------------------------------------------------------------------------------
 
     def go(self) -> None:
-        coordinator, config = self.coordinator, self.plan.run
+        session, config = self.session, self.plan.run
         measured = evaluation_rounds(config)
-        while coordinator.done < config.rounds:
+        while session.done < config.rounds:
             if self.returned():
                 self.note("continue")
                 return
             began = time.perf_counter()
-            requests = coordinator.requests(self.present, measured)
+            requests = session.requests(self.present, measured)
             answers = self.exchange("round", requests, self.plan.deadline)
             if self.abort.triggered:
                 return
-            missing = [s for s in coordinator.chosen(coordinator.done + 1) if s not in answers]
+            missing = [s for s in session.chosen(session.done + 1) if s not in answers]
             for site in missing:
                 if site in self.present:
                     self.lose(
-                        site, f"did not answer round {coordinator.done + 1} within {self.plan.deadline:g} s"
+                        site, f"did not answer round {session.done + 1} within {self.plan.deadline:g} s"
                     )
-            record = coordinator.finish_round(answers, time.perf_counter() - began, missing)
+            record = session.finish_round(answers, time.perf_counter() - began, missing)
             self.report(record)
-        answers = self.exchange("finish", coordinator.farewell(self.present), self.plan.deadline)
+        answers = self.exchange("finish", session.farewell(self.present), self.plan.deadline)
         if self.abort.triggered:
             return
-        coordinator.finish(answers)
+        session.finish(answers)
         say(self.folder, f"run {self.plan.name!r} finished: {config.rounds} rounds")
         self.note("finished")
 
@@ -216,7 +216,7 @@ class FederationController(Controller):
 
     def note(self, state: str, line: str = "") -> None:
         self.status.state, self.status.line = state, line
-        self.status.round, self.status.present = self.coordinator.done, list(self.present)
+        self.status.round, self.status.present = self.session.done, list(self.present)
         self.status.deadline, self.status.quorum = self.plan.deadline, self.plan.quorum
         write_status(self.folder, self.status)
 
@@ -267,4 +267,6 @@ def body(result: Shareable, request: bytes) -> bytes:
     if code == ReturnCode.OK and isinstance(data, bytes):
         return data
     why = "refused" if code == ReturnCode.TASK_RESULT_FILTER_ERROR else "failed"
-    return wire.encode({"kind": "problem", "round": wire.decode(request).fields["round"], "code": why})
+    return messages.encode(
+        {"kind": "problem", "round": messages.decode(request).fields["round"], "code": why}
+    )

@@ -1,4 +1,4 @@
-"""The site's side of FLARE: an executor around the worker, and the allow-list as an outgoing filter.
+"""The site's side of FLARE: an executor around the site session, and the allow-list as an outgoing filter.
 
 These classes are named in the site's own kit (`local/`), not in what the server sends; a job only picks the executor.
 """
@@ -18,31 +18,31 @@ from nvflare.apis.signal import Signal
 from pf2lora.core.layout import Layout
 from pf2lora.engines.local import NonFiniteLoss
 from pf2lora.errors import UserError
-from pf2lora.federation.protocol import wire
-from pf2lora.federation.protocol.allow_list import Guard, Refused
+from pf2lora.federation.protocol import messages
+from pf2lora.federation.protocol.allow_list import AllowList, Refused
+from pf2lora.federation.protocol.checkpoints import CheckpointFolder
 from pf2lora.federation.protocol.files import StateFolderError
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.state import StateFolder
-from pf2lora.federation.protocol.worker import Worker
+from pf2lora.federation.protocol.site import SiteSession
 
 BODY = "pf2lora"  # the only entry of a message
-GUARD = "pf2lora.guard"
+ALLOW_LIST = "pf2lora.allow_list"
 
 
-class Site(Executor):
-    """Runs the worker. A site's own trouble is said in its own log and told to the server as a code only."""
+class SiteExecutor(Executor):
+    """Runs the site session. A site's own trouble is said in its own log and told to the server as a code only."""
 
     def __init__(self, plan: str) -> None:
         super().__init__()
         self.plan = Plan.from_json(plan)
-        self.worker: Worker | None = None
+        self.session: SiteSession | None = None
         self.trouble: str | None = None  # what stopped this site
 
     def execute(
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
     ) -> Shareable:
         request = shareable[BODY]
-        number = int(wire.decode(request).fields["round"])
+        number = int(messages.decode(request).fields["round"])
         if self.trouble is None or task_name == "hello":
             try:
                 return Shareable({BODY: self.ready(fl_ctx).answer(request)})
@@ -52,24 +52,27 @@ class Site(Executor):
                 self.stop(fl_ctx, str(error), "loss")
             except UserError as error:
                 self.stop(fl_ctx, str(error), "labels" if "unseen in training" in str(error) else "data")
-        return Shareable({BODY: wire.encode({"kind": "problem", "round": number, "code": self.trouble})})
+        return Shareable({BODY: messages.encode({"kind": "problem", "round": number, "code": self.trouble})})
 
-    def ready(self, fl_ctx: FLContext) -> Worker:
-        """The worker, built at the first message: the base model is loaded once and stays."""
-        if self.worker is None:
-            from pf2lora.federation.protocol import work
+    def ready(self, fl_ctx: FLContext) -> SiteSession:
+        """The session, built at the first message: the base model is loaded once and stays."""
+        if self.session is None:
+            from pf2lora.federation.protocol import site_setup
 
             site = fl_ctx.get_identity_name()
-            file = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_site_config_dir()) / work.SITE_FILE
-            folder = StateFolder(work.state_folder(self.plan, file), self.plan.name)
+            file = (
+                Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_site_config_dir())
+                / site_setup.SITE_FILE
+            )
+            folder = CheckpointFolder(site_setup.state_folder(self.plan, file), self.plan.name)
             folder.open()
-            own = work.build(self.plan, file, site)
-            dtype = wire.dtype_named(self.plan.wire)
-            guard = Guard(own.layout, own.metrics, dtype)
-            fl_ctx.set_prop(GUARD, guard, private=True, sticky=True)
-            self.worker = Worker(own, folder, self.plan.run.steps, dtype)
+            setup = site_setup.build(self.plan, file, site)
+            dtype = messages.dtype_named(self.plan.wire)
+            allow_list = AllowList(setup.layout, setup.metrics, dtype)
+            fl_ctx.set_prop(ALLOW_LIST, allow_list, private=True, sticky=True)
+            self.session = SiteSession(setup, folder, self.plan.run.steps, dtype)
         self.trouble = None
-        return self.worker
+        return self.session
 
     def stop(self, fl_ctx: FLContext, line: str, code: str) -> None:
         self.trouble = code
@@ -83,13 +86,13 @@ class AllowListFilter(Filter):
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         extra = set(shareable) - {BODY, ReservedHeaderKey.HEADERS}
         headers = set(shareable.get(ReservedHeaderKey.HEADERS) or {})
-        guard = fl_ctx.get_prop(GUARD)
-        if not isinstance(guard, Guard):  # before the worker is ready only a problem can be told
-            guard = Guard(Layout((), 0), (), wire.DTYPES["float32"])
+        allow_list = fl_ctx.get_prop(ALLOW_LIST)
+        if not isinstance(allow_list, AllowList):  # before the session is built only a problem can be told
+            allow_list = AllowList(Layout((), 0), (), messages.DTYPES["float32"])
         try:
             if extra or headers:
                 raise Refused(f"the message carries {sorted(extra | headers)[0]!r}, which is not declared")
-            guard.check(shareable.get(BODY))
+            allow_list.check(shareable.get(BODY))
         except Refused as error:
             line = f"refused to send a message: {error}"
             print(f"pf2lora: {fl_ctx.get_identity_name()}: {line}", file=sys.stderr, flush=True)

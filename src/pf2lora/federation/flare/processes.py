@@ -123,7 +123,7 @@ def start(
     if kit.server:
         check_port(kit)
     else:
-        from pf2lora.federation.protocol.work import SITE_FILE, read_site_file
+        from pf2lora.federation.protocol.site_setup import SITE_FILE, read_site_file
 
         read_site_file(kit.folder / "local" / SITE_FILE)
     (kit.folder / "transfer").mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from pf2lora.federation.protocol.plan import check_name
 from pf2lora.run.config import read_toml
 
 SCOPE = "pf2lora"
-SITE_CLASSES = ["pf2lora.federation.flare.executor.Site"]
+SITE_CLASSES = ["pf2lora.federation.flare.executor.SiteExecutor"]
 SERVER_CLASSES = ["pf2lora.federation.flare.controller.FederationController"]
 HEARTBEAT_TIMEOUT = 60  # seconds of silence after which a site counts as gone
 
@@ -149,10 +149,10 @@ def harden_site(kit: Path) -> None:
             ],
         },
     )
-    guard = {"path": "pf2lora.federation.flare.executor.AllowListFilter", "args": {}}
+    allow_list = {"path": "pf2lora.federation.flare.executor.AllowListFilter", "args": {}}
     write(
         kit / "local" / "privacy.json",
-        {"scopes": [{"name": SCOPE, "task_result_filters": [guard]}], "default_scope": SCOPE},
+        {"scopes": [{"name": SCOPE, "task_result_filters": [allow_list]}], "default_scope": SCOPE},
     )
     harden_everyone(kit, view="none")
 

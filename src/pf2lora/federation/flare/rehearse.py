@@ -18,9 +18,9 @@ from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
 from pf2lora.federation.flare.processes import Kit, open_kit
 from pf2lora.federation.flare.provision import Project, provision
-from pf2lora.federation.protocol import outcome, runs
+from pf2lora.federation.protocol import outcome, run_status
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.work import SITE_FILE
+from pf2lora.federation.protocol.site_setup import SITE_FILE
 from pf2lora.run import folder as run_folder
 from pf2lora.run.config import Config, to_dict, to_toml
 from pf2lora.run.trial import Workload
@@ -50,11 +50,11 @@ def rehearse(
     folder = out / FOLDER
     set_up(plan, workload, out, folder, force=force, tell=tell)
     server = open_kit(folder / "kits" / "server")
-    run = runs.run_folder(server.folder, plan.name)
+    run = run_status.run_folder(server.folder, plan.name)
     try:
         status = carry_out(plan, folder, server, run, tell)
     except KeyboardInterrupt:
-        known = runs.read_status(run)
+        known = run_status.read_status(run)
         done = known.round if known else 0
         tell(f"stopped, all processes ended; the same command resumes after round {done}")
         raise
@@ -116,14 +116,14 @@ def written(row: Any) -> dict[str, Any]:
     return {k: v for k, v in asdict(row).items() if v is not None}
 
 
-def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> runs.Status:
+def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> run_status.Status:
     """Start everybody, submit, watch; everything that was started is stopped at the end."""
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     cores = max(1, (os.cpu_count() or 1) // len(plan.sites))
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores))}
     started: dict[str, Any] = {}
-    said = len(runs.said(run))
+    said = len(run_status.said(run))
     began = time.time()
     with processes.running(started):
         for kit in (server, *(open_kit(folder / "kits" / site) for site in plan.sites)):
@@ -131,15 +131,15 @@ def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> r
                 started[kit.name] = processes.start(kit, log, environment)
             if kit.server:
                 wait_for(lambda: listening(server.port), started, logs, "the server to listen")
-        there = [server.folder / runs.SITES / site for site in plan.sites]
+        there = [server.folder / run_status.SITES / site for site in plan.sites]
         wait_for(lambda: all(newer(f, began) for f in there), started, logs, "the sites to register")
         tell(f"server and {len(plan.sites)} sites are connected on port {server.port} (mutual TLS)")
         admin.submit(folder / "kits" / LEAD, plan)
         while True:
-            for line in runs.said(run, said):
+            for line in run_status.said(run, said):
                 tell(line)
                 said += 1
-            status = runs.read_status(run)
+            status = run_status.read_status(run)
             if status and status.time > began and status.state in ENDED:
                 return status
             check_alive(started, logs)

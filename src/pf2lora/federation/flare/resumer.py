@@ -15,7 +15,7 @@ from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.apis.job_def import JobMetaKey
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
-from pf2lora.federation.protocol.runs import ALIVE, SITES, Status, read_status, say, write_status
+from pf2lora.federation.protocol.run_status import ALIVE, SITES, Status, read_status, say, write_status
 
 TRIES = 3  # continuations without a finished round in between
 

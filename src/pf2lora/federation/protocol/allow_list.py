@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pf2lora.core.layout import Layout
-from pf2lora.federation.protocol import wire
+from pf2lora.federation.protocol import messages
 
 PROBLEMS = {
     "disk-full": "the disk of its state folder is full",
@@ -37,7 +37,7 @@ class Refused(Exception):
     """A message that must not leave the site."""
 
 
-class Guard:
+class AllowList:
     """Knows the names, shapes and dtype of the common adapter and the declared metrics.
 
     A site checks what it sends, the server what it gets; the server does not know the metrics' names (None).
@@ -45,15 +45,15 @@ class Guard:
 
     def __init__(self, layout: Layout, metrics: tuple[str, ...] | None, dtype: torch.dtype) -> None:
         self.layout, self.metrics, self.dtype = layout, metrics, dtype
-        self.entries = wire.describe(layout)
+        self.entries = messages.describe(layout)
 
     def check(self, data: object) -> None:
         """Raise `Refused` unless `data` is a declared message."""
         if not isinstance(data, bytes):
             raise Refused(f"a message is bytes, not {type(data).__name__}")
         try:
-            fields, tensors = wire.decode(data)
-        except wire.Malformed as error:
+            fields, tensors = messages.decode(data)
+        except messages.Malformed as error:
             raise Refused(f"no message of pf2lora: {error}") from None
         checks = {"hello": HELLO, "update": UPDATE, "scores": SCORES, "problem": PROBLEM}
         declared = checks.get(str(fields.get("kind")))
@@ -75,8 +75,8 @@ class Guard:
         if not tensors:  # the method "local" sends nothing
             return
         try:
-            wire.check_tensors(self.layout, tensors, self.dtype)
-        except wire.Malformed as error:
+            messages.check_tensors(self.layout, tensors, self.dtype)
+        except messages.Malformed as error:
             raise Refused(str(error)) from None
 
     def is_scores(self, value: Any) -> bool:
@@ -99,29 +99,29 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def matches(pattern: re.Pattern[str]) -> Callable[[Guard, Any], bool]:
-    return lambda guard, value: isinstance(value, str) and bool(pattern.fullmatch(value))
+def matches(pattern: re.Pattern[str]) -> Callable[[AllowList, Any], bool]:
+    return lambda allow_list, value: isinstance(value, str) and bool(pattern.fullmatch(value))
 
 
-Declared = dict[str, Callable[[Guard, Any], bool]]
+Declared = dict[str, Callable[[AllowList, Any], bool]]
 
-ROUND: Declared = {"round": lambda guard, v: is_count(v)}
+ROUND: Declared = {"round": lambda allow_list, v: is_count(v)}
 HELLO: Declared = ROUND | {
     "model": matches(DIGEST),
     "labels": matches(DIGEST),
-    "label_count": lambda guard, v: is_count(v),
-    "train_rows": lambda guard, v: is_count(v),
-    "test_rows": lambda guard, v: is_count(v),
-    "layout": lambda guard, v: v == guard.entries,
+    "label_count": lambda allow_list, v: is_count(v),
+    "train_rows": lambda allow_list, v: is_count(v),
+    "test_rows": lambda allow_list, v: is_count(v),
+    "layout": lambda allow_list, v: v == allow_list.entries,
     "engine": matches(VERSION),
     "version": matches(VERSION),
 }
 UPDATE: Declared = ROUND | {
-    "steps": lambda guard, v: is_count(v),
-    "loss": lambda guard, v: is_number(v),
-    "second_order": lambda guard, v: is_number(v),
-    "served": lambda guard, v: guard.is_scores(v),
-    "before": lambda guard, v: guard.is_scores(v),
+    "steps": lambda allow_list, v: is_count(v),
+    "loss": lambda allow_list, v: is_number(v),
+    "second_order": lambda allow_list, v: is_number(v),
+    "served": lambda allow_list, v: allow_list.is_scores(v),
+    "before": lambda allow_list, v: allow_list.is_scores(v),
 }
-SCORES: Declared = ROUND | {"served": lambda guard, v: guard.is_scores(v)}
-PROBLEM: Declared = ROUND | {"code": lambda guard, v: v in PROBLEMS}
+SCORES: Declared = ROUND | {"served": lambda allow_list, v: allow_list.is_scores(v)}
+PROBLEM: Declared = ROUND | {"code": lambda allow_list, v: v in PROBLEMS}

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from pf2lora.federation.protocol import wire
-from pf2lora.federation.protocol.coordinator import Coordinator
+from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.methods import METHODS
 from pf2lora.run import costs, trial
 from pf2lora.run import folder as run_folder
@@ -26,10 +26,10 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
     from pf2lora.run.experiment import describe
 
     name, config = plan.method, workload.config
-    coordinator = Coordinator(plan, server)
+    session = ServerSession(plan, server)
     set_up = trial.set_up(workload, name, config.seed)
     final = json.loads((server / "final.json").read_text())
-    rounds = round_records(plan, workload, coordinator, final)
+    rounds = round_records(plan, workload, session, final)
     layout = set_up.model.x
     record = {
         "seed": config.seed,
@@ -38,16 +38,16 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
         "rounds": rounds,
         "layers": set_up.model.layer_names,
         "parameters": costs.parameters(layout, set_up.model.y),
-        "bytes_per_round": sent_bytes(plan, coordinator),
+        "bytes_per_round": sent_bytes(plan, session),
         "flops_per_round": None,
         "seconds": sum(r["seconds"] for r in rounds),
         "peak_memory_bytes": None,
-        "warnings": left_out(coordinator),
+        "warnings": left_out(session),
     }
     for k, folder in enumerate(sites):
         keep_adapters(folder / plan.name, out, plan.sites[k])
-    if coordinator.common is not None:
-        whole = torch.cat([coordinator.common, set_up.state.x[0].cpu()[layout.shared :]])
+    if session.common is not None:
+        whole = torch.cat([session.common, set_up.state.x[0].cpu()[layout.shared :]])
         run_folder.save_common(out, set_up.model, whole, config.task, config.model)
     run_folder.save_description(
         out, Saved(name, config.seed, config.task, list(plan.labels), list(plan.sites))
@@ -63,11 +63,11 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
 
 
 def round_records(
-    plan: Plan, workload: Workload, coordinator: Coordinator, final: dict[str, Any]
+    plan: Plan, workload: Workload, session: ServerSession, final: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The server's records as result.json has them. What round r served is measured when round r + 1 begins."""
     measured, metrics = trial.evaluation_rounds(workload.config), list(workload.task.metrics)
-    later = [*(r["scores"] for r in coordinator.records[1:]), final]
+    later = [*(r["scores"] for r in session.records[1:]), final]
 
     def scores(answers: dict[str, Any], point: str) -> dict[str, list[float | None]] | None:
         found = [answers.get(site, {}).get(point) for site in plan.sites]
@@ -91,26 +91,28 @@ def round_records(
             "second_order_share": means(record["scores"], "second_order"),
             "ranks": None,  # likewise
         }
-        for record, after in zip(coordinator.records, later)
+        for record, after in zip(session.records, later)
     ]
 
 
-def sent_bytes(plan: Plan, coordinator: Coordinator) -> dict[str, float]:
+def sent_bytes(plan: Plan, session: ServerSession) -> dict[str, float]:
     """What a site sends up in a round, the mean over sites."""
-    if coordinator.common is None:
+    if session.common is None:
         return {"adapter": 0, "head": 0}
-    size = coordinator.dtype.itemsize
-    entries = coordinator.layout.shared_entries
+    size = session.dtype.itemsize
+    entries = session.layout.shared_entries
     head = size * sum(e.size for e in entries if e.kind == "head")
-    ranks = [coordinator.ranks.get(site) for site in plan.sites]
-    each = [sum(torch.Size(wire.truncated(e, r)).numel() for e in entries if e.kind != "head") for r in ranks]
+    ranks = [session.ranks.get(site) for site in plan.sites]
+    each = [
+        sum(torch.Size(messages.truncated(e, r)).numel() for e in entries if e.kind != "head") for r in ranks
+    ]
     return {"adapter": size * sum(each) / len(each), "head": head}
 
 
-def left_out(coordinator: Coordinator) -> list[str]:
+def left_out(session: ServerSession) -> list[str]:
     """Rounds that somebody missed."""
     found = []
-    for record in coordinator.records:
+    for record in session.records:
         found += [f"round {record['round']}: {site} did not answer in time" for site in record["missing"]]
         found += [
             f"round {record['round']}: {site} was left out: {why}" for site, why in record["refused"].items()

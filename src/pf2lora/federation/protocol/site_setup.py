@@ -4,27 +4,53 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import pf2lora
-from pf2lora.core.method import State, moved
+from pf2lora.core.layout import Layout
+from pf2lora.core.method import Loss, Method, State, moved
 from pf2lora.data.client import Client
 from pf2lora.data.spec import load
+from pf2lora.engines.batches import BatchSource
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
-from pf2lora.federation.protocol import wire
+from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.state import digest
-from pf2lora.federation.protocol.worker import Scores, SiteWork
 from pf2lora.methods.hetlora import HetLoRA, initial_ranks
 from pf2lora.run import trial as trials
 from pf2lora.run.config import Config, convert, from_dict, merged, option_types, read_toml
 
 SITE_FILE = "site.toml"
 FILES = ("clients", "test", "text", "pair", "label", "test_ratio", "limit")
+
+
+Scores = dict[str, float]
+"""`rows` and, by metric, the score times the rows: counts and sums, nothing about a single example."""
+
+
+@dataclass(frozen=True)
+class SiteSetup:
+    """What a site brings to a run, none of which leaves it but the declared facts."""
+
+    site: str
+    method: Method
+    F: Loss
+    source: BatchSource  # of one client
+    initial: State
+    measure: Callable[[State, int], Scores]  # with the state after a round
+    facts: dict[str, Any]  # what the server checks before round 1
+    metrics: tuple[str, ...]
+    graphs: bool = True  # record the local step on a CUDA device
+    export: Callable[[State, int], None] = lambda state, number: None
+
+    @property
+    def layout(self) -> Layout:
+        return self.method.layout
 
 
 @dataclass(frozen=True)
@@ -107,7 +133,7 @@ def load_client(config: Config, plan: Plan, site: str) -> tuple[Client[Any], lis
     return replace(clients[0], name=site), labels
 
 
-def build(plan: Plan, file: Path, site: str) -> SiteWork:
+def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     """Data, base model and method of a site. It sees nobody else's."""
     from pf2lora.adapters.base_model import fresh_parameters
     from pf2lora.run.experiment import build_workload
@@ -127,7 +153,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteWork:
         "label_count": len(labels),
         "train_rows": len(client.train),
         "test_rows": len(client.test),
-        "layout": wire.describe(trial.method.layout),
+        "layout": messages.describe(trial.method.layout),
         "engine": require_nvflare(),
         "version": pf2lora.__version__,
     }
@@ -145,7 +171,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteWork:
         where = state_folder(plan, file)
         save_client(where, trial.model, site, x[0], y[0], config.task, config.model)
 
-    return SiteWork(
+    return SiteSetup(
         site,
         trial.method,
         trial.F,
@@ -173,3 +199,14 @@ def model_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings that make two base models the same, wherever they lie and whatever loaded them."""
     ignored = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
     return {k: v for k, v in config.items() if k not in ignored}
+
+
+def digest(model: torch.nn.Module, config: dict[str, object], fresh: Collection[str] = ()) -> str:
+    """A fingerprint of a base model: its settings and every weight but `fresh` ones, which no checkpoint gave."""
+    sha = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        if name in fresh:
+            continue
+        sha.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()

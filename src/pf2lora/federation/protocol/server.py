@@ -19,8 +19,8 @@ from pf2lora.core.method import Method
 from pf2lora.core.randomness import participants
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
-from pf2lora.federation.protocol import wire
-from pf2lora.federation.protocol.allow_list import HELLO, PROBLEMS, Guard, Refused, is_count
+from pf2lora.federation.protocol import messages
+from pf2lora.federation.protocol.allow_list import HELLO, PROBLEMS, AllowList, Refused, is_count
 from pf2lora.federation.protocol.files import write_json, write_whole
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.methods import METHODS
@@ -28,12 +28,12 @@ from pf2lora.methods import METHODS
 MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds")  # between a run's beginning and its resumption
 
 
-class Coordinator:
+class ServerSession:
     """Rounds of a plan, from the last finished one on. `folder` is the run's folder on the server."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder, self.config = plan, folder, plan.run
-        self.dtype = wire.dtype_named(plan.wire)
+        self.dtype = messages.dtype_named(plan.wire)
         self.done = 0  # finished rounds
         self.common: Tensor | None = None  # x after them
         self.sites: dict[str, dict[str, Any]] = {}  # what each said of itself
@@ -48,7 +48,7 @@ class Coordinator:
 
     def welcome(self, site: str, data: bytes) -> None:
         """A site's `hello`; what does not fit the others is a UserError that names the site and the remedy."""
-        facts = wire.decode(data).fields
+        facts = messages.decode(data).fields
         if facts.get("kind") == "problem":
             why = PROBLEMS.get(facts.get("code", ""), PROBLEMS["failed"])
             raise UserError(f"{site} cannot take part: {why} (its own log says more)")
@@ -59,7 +59,7 @@ class Coordinator:
                 compare(site, facts, other, seen)
         self.sites[site] = facts
         if self.method is None:
-            self.method = server_method(self.plan, wire.layout_from(facts["layout"]))
+            self.method = server_method(self.plan, messages.layout_from(facts["layout"]))
 
     @property
     def layout(self) -> Layout:
@@ -77,7 +77,7 @@ class Coordinator:
 
     def requests(self, present: list[str], measured: set[int]) -> dict[str, bytes]:
         """The next round's message to each site that is there: train, or only measure what was served last."""
-        number, messages = self.done + 1, {}
+        number, found = self.done + 1, {}
         served = self.done in measured
         for site in present:
             fields: dict[str, Any] = {"kind": "train", "round": number}
@@ -89,18 +89,18 @@ class Coordinator:
                 fields["measure_served"] = True
             if number in measured:
                 fields["measure_before"] = True
-            messages[site] = wire.encode(fields, self.for_site(site))
-        return messages
+            found[site] = messages.encode(fields, self.for_site(site))
+        return found
 
     def farewell(self, present: list[str]) -> dict[str, bytes]:
         """After the last round: the last average, to keep and to measure."""
         fields = {"kind": "finish", "round": self.done + 1}
-        return {site: wire.encode(fields, self.for_site(site)) for site in present}
+        return {site: messages.encode(fields, self.for_site(site)) for site in present}
 
     def for_site(self, site: str) -> dict[str, Tensor]:
         if self.common is None:
             return {}
-        return wire.to_tensors(self.layout, self.common, self.ranks.get(site), self.dtype)
+        return messages.to_tensors(self.layout, self.common, self.ranks.get(site), self.dtype)
 
     # --- a round's end --------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Coordinator:
             s for s, m in read.items() if m.fields["kind"] == "problem" and m.fields["code"] != "refused"
         ]
         updates = {site: m for site, m in read.items() if m.fields["kind"] == "update"}
-        vectors = {site: wire.to_flat(self.layout, m.tensors) for site, m in updates.items() if m.tensors}
+        vectors = {site: messages.to_flat(self.layout, m.tensors) for site, m in updates.items() if m.tensors}
         refused |= self.too_far(vectors)
         kept = [s for s in self.plan.sites if s in updates and s not in refused]
         asked = len(self.chosen(number))
@@ -122,7 +122,7 @@ class Coordinator:
             raise QuorumMissed(number, len(kept), asked, self.plan, missing, refused)
         if any(site in vectors for site in kept):
             self.merge(kept, vectors)
-            self.ranks |= {s: wire.rank_of(self.layout, updates[s].tensors) for s in kept}
+            self.ranks |= {s: messages.rank_of(self.layout, updates[s].tensors) for s in kept}
         record = {
             "round": number,
             "seconds": seconds,
@@ -140,14 +140,14 @@ class Coordinator:
 
     def read(
         self, answers: Mapping[str, bytes], number: int
-    ) -> tuple[dict[str, wire.Message], dict[str, str]]:
+    ) -> tuple[dict[str, messages.Message], dict[str, str]]:
         """The answers that are what they should be, and why others are not (a site's own problem is among those)."""
-        read: dict[str, wire.Message] = {}
+        read: dict[str, messages.Message] = {}
         refused: dict[str, str] = {}
         for site, data in answers.items():
             try:
                 read[site] = self.readable(data, number)
-            except wire.Malformed as error:
+            except messages.Malformed as error:
                 refused[site] = str(error)
                 continue
             if read[site].fields["kind"] == "problem":
@@ -161,26 +161,26 @@ class Coordinator:
         weights = merge_weights(sizes, self.config.weighting)
         self.common = self.method.merge(torch.stack([vectors[s] for s in sites]), weights)
 
-    def readable(self, data: bytes, number: int) -> wire.Message:
+    def readable(self, data: bytes, number: int) -> messages.Message:
         """An answer for this round that is as declared and finite."""
         try:
-            Guard(self.layout, None, self.dtype).check(data)
+            AllowList(self.layout, None, self.dtype).check(data)
         except Refused as error:
-            raise wire.Malformed(str(error)) from None
-        fields, tensors = wire.decode(data)
+            raise messages.Malformed(str(error)) from None
+        fields, tensors = messages.decode(data)
         if fields["kind"] == "hello" or fields.get("round") != number:
-            raise wire.Malformed(
+            raise messages.Malformed(
                 f"a {fields['kind']!r} of round {fields.get('round')} instead of round {number}"
             )
         if fields["kind"] == "update":
             if not tensors and METHODS[self.plan.method].federated:
-                raise wire.Malformed("an update without the common adapter")
+                raise messages.Malformed("an update without the common adapter")
             if "loss" not in fields or not fields.get("steps"):
-                raise wire.Malformed("an update without its loss and steps")
+                raise messages.Malformed("an update without its loss and steps")
         for name, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
-                raise wire.Malformed(f"the tensor {name!r} has values that are not finite")
-        return wire.Message(fields, tensors)
+                raise messages.Malformed(f"the tensor {name!r} has values that are not finite")
+        return messages.Message(fields, tensors)
 
     def too_far(self, vectors: Mapping[str, Tensor]) -> dict[str, str]:
         """Updates whose norm is beyond the limit. It is the norm of x as sent, not of its change: where the others
@@ -201,7 +201,7 @@ class Coordinator:
         for site, data in answers.items():
             try:
                 scores[site] = self.readable(data, self.done + 1).fields
-            except wire.Malformed as error:
+            except messages.Malformed as error:
                 scores[site] = {"kind": "problem", "reason": str(error)}
         write_json(self.folder / "final.json", scores)
         self.save()
@@ -250,7 +250,7 @@ class Coordinator:
         self.done, self.records, self.ranks = knowledge["done"], knowledge["records"], knowledge["ranks"]
         for site, facts in knowledge["facts"].items():
             self.sites[site] = facts
-            self.method = self.method or server_method(self.plan, wire.layout_from(facts["layout"]))
+            self.method = self.method or server_method(self.plan, messages.layout_from(facts["layout"]))
 
 
 class QuorumMissed(UserError):

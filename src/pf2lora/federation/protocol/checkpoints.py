@@ -7,13 +7,10 @@ goes back to the state it had when that round began.
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -24,7 +21,7 @@ from pf2lora.federation.protocol.files import StateFolderError, unwritable, writ
 KEPT = 3  # rounds
 
 
-class Saved(NamedTuple):
+class Checkpoint(NamedTuple):
     """A site's state after `round` (0: before the first), with the local steps it has done."""
 
     round: int
@@ -32,7 +29,7 @@ class Saved(NamedTuple):
     state: State
 
 
-class StateFolder:
+class CheckpointFolder:
     """The rounds of one run at one site. Only one process may use it at a time."""
 
     def __init__(self, folder: Path, run: str) -> None:
@@ -53,7 +50,7 @@ class StateFolder:
                 f"the state folder {self.folder} is in use by another process", "busy"
             ) from None
 
-    def save(self, saved: Saved) -> None:
+    def save(self, saved: Checkpoint) -> None:
         """All or nothing: a crash leaves the round before untouched."""
         tensors = {str(i): t.detach().cpu().contiguous() for i, t in enumerate(leaves(saved.state))}
         header = {"run": self.run, "round": str(saved.round), "steps": str(saved.steps)}
@@ -61,15 +58,15 @@ class StateFolder:
         for old in self.rounds()[:-KEPT]:
             self.path(old).unlink(missing_ok=True)
 
-    def newest_before(self, number: int, initial: State) -> Saved:
+    def newest_before(self, number: int, initial: State) -> Checkpoint:
         """The state with which round `number` begins; later ones, of rounds that the server lost, are dropped."""
         for later in [r for r in self.rounds() if r >= number]:
             self.path(later).unlink(missing_ok=True)
         for found in reversed(self.rounds()):
             return self.load(found, initial)
-        return Saved(0, 0, initial)
+        return Checkpoint(0, 0, initial)
 
-    def load(self, number: int, like: State) -> Saved:
+    def load(self, number: int, like: State) -> Checkpoint:
         path = self.path(number)
         try:
             with safe_open(path, "pt") as file:
@@ -89,7 +86,7 @@ class StateFolder:
                 )
             return piece.to(template.device)
 
-        return Saved(int(header["round"]), int(header["steps"]), over_tensors(restored, like))
+        return Checkpoint(int(header["round"]), int(header["steps"]), over_tensors(restored, like))
 
     def rounds(self) -> list[int]:
         return sorted(int(p.stem.removeprefix("round-")) for p in self.folder.glob("round-*.safetensors"))
@@ -108,14 +105,3 @@ def leaves(state: State) -> Iterator[Tensor]:
 
     over_tensors(note, state)
     return iter(found)
-
-
-def digest(model: torch.nn.Module, config: dict[str, object], fresh: Collection[str] = ()) -> str:
-    """A fingerprint of a base model: its settings and every weight but `fresh` ones, which no checkpoint gave."""
-    sha = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        if name in fresh:
-            continue
-        sha.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
