@@ -12,8 +12,7 @@ from small_federation import LABELS, SITES, Small, make_plan, make_small, write_
 
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import messages
-from pf2lora.federation.protocol.checkpoints import CheckpointFolder
-from pf2lora.federation.protocol.files import StateFolderError
+from pf2lora.federation.protocol.checkpoints import CheckpointFolder, StateFolderError
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
 

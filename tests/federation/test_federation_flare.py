@@ -222,7 +222,7 @@ def test_a_site_that_cannot_save_stops_with_one_line_and_the_others_go_on(tmp_pa
             run.submit()
             run.wait(lambda: run.state() == "finished", 240, "the end")
             assert run.says("site-2 is left out: the disk of its state folder is full")
-            assert "is full: free some space, then start the site again" in run.log("site-2")
+            assert "is full: free some space, then start again" in run.log("site-2")
             assert ServerSession(plan, run.run).records[-1]["answered"] == ["site-1", "site-3"]
     finally:
         subprocess.run(["umount", str(small)], check=False)

@@ -20,8 +20,7 @@ from pf2lora.engines.local import NonFiniteLoss
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.allow_list import AllowList, Refused
-from pf2lora.federation.protocol.checkpoints import CheckpointFolder
-from pf2lora.federation.protocol.files import StateFolderError
+from pf2lora.federation.protocol.checkpoints import CheckpointFolder, StateFolderError
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.site import SiteSession
 

@@ -6,13 +6,13 @@ who may do what. Nothing in a job can change it.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pf2lora import atomic
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.protocol.plan import check_name
@@ -134,7 +134,7 @@ def build(project: Project, folder: Path) -> Path:
 
 def harden_site(kit: Path) -> None:
     """The site's policies: our executor and nothing else, no code in jobs, nothing out but what is declared."""
-    write(
+    atomic.write_json(
         kit / "local" / "resources.json",
         {
             "format_version": 2,
@@ -150,7 +150,7 @@ def harden_site(kit: Path) -> None:
         },
     )
     allow_list = {"path": "pf2lora.federation.flare.executor.AllowListFilter", "args": {}}
-    write(
+    atomic.write_json(
         kit / "local" / "privacy.json",
         {"scopes": [{"name": SCOPE, "task_result_filters": [allow_list]}], "default_scope": SCOPE},
     )
@@ -160,7 +160,7 @@ def harden_site(kit: Path) -> None:
 def harden_server(kit: Path) -> None:
     """The server's policies: our controller and nothing else, its stores inside the kit."""
     store = {"path": "pf2lora.federation.flare.resumer.Snapshots", "args": {}}
-    write(
+    atomic.write_json(
         kit / "local" / "resources.json",
         {
             "format_version": 2,
@@ -215,7 +215,7 @@ def harden_everyone(kit: Path, view: str) -> None:
         "manage_job": "n:submitter",
         "download_job": "n:submitter",
     }
-    write(
+    atomic.write_json(
         kit / "local" / "authorization.json",
         {
             "format_version": "1.0",
@@ -236,7 +236,3 @@ CONSUMER = "passthrough_resource_consumer.PassthroughResourceConsumer"
 
 def component(name: str, path: str, args: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"id": name, "path": path, "args": args or {}}
-
-
-def write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pf2lora import atomic
 from pf2lora.data.client import Client, TextRow
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
@@ -83,7 +84,7 @@ def set_up(plan: Plan, workload: Workload, out: Path, folder: Path, *, force: bo
     kits = provision(project, folder / "kits")
     for client in workload.clients:
         write_site(client, workload.config, folder / "sites" / client.name, kits[client.name])
-    file.write_text(plan.to_json())
+    atomic.write_text(file, plan.to_json())
 
 
 def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> None:
@@ -109,7 +110,7 @@ def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> 
         "precision": config.precision,
         "data": data,
     }
-    (kit / "local" / SITE_FILE).write_text(tomli_w.dumps(own))
+    atomic.write_text(kit / "local" / SITE_FILE, tomli_w.dumps(own))
 
 
 def written(row: Any) -> dict[str, Any]:

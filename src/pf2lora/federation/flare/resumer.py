@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -81,8 +80,9 @@ class RunResumer(FLComponent):
 
 
 def note(folder: Path, site: str) -> None:
+    """A file of the site's name whose age says when it was last heard of; nothing is in it."""
     folder.mkdir(exist_ok=True)
-    (folder / os.path.basename(site)).write_text(str(time.time()))
+    (folder / os.path.basename(site)).touch()
 
 
 CARRIED = (

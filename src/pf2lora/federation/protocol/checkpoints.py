@@ -6,8 +6,10 @@ goes back to the state it had when that round began.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -15,10 +17,34 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from pf2lora import atomic
 from pf2lora.core.method import State, over_tensors
-from pf2lora.federation.protocol.files import StateFolderError, unwritable, write_whole
+from pf2lora.errors import UserError
 
 KEPT = 3  # rounds
+
+
+class StateFolderError(UserError):
+    """A run's state cannot be written or read. `code` is what the server is told of it."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """An OSError of what is written into `folder` meanwhile becomes one line for the user, a StateFolderError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            line, code = f"the disk of {folder} is full: free some space, then start again", "disk-full"
+        else:
+            reason = error.strerror or str(error)
+            line = f"the folder {folder} cannot be written ({reason}): choose another or fix it"
+            code = "unwritable"
+        raise StateFolderError(line, code) from None
 
 
 class Checkpoint(NamedTuple):
@@ -38,11 +64,9 @@ class CheckpointFolder:
 
     def open(self) -> None:
         """Make the folder and lock it."""
-        try:
+        with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.lock = (self.folder / "lock").open("w")
-        except OSError as error:
-            raise unwritable(self.folder, error) from None
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -54,7 +78,8 @@ class CheckpointFolder:
         """All or nothing: a crash leaves the round before untouched."""
         tensors = {str(i): t.detach().cpu().contiguous() for i, t in enumerate(leaves(saved.state))}
         header = {"run": self.run, "round": str(saved.round), "steps": str(saved.steps)}
-        write_whole(self.path(saved.round), save(tensors, metadata=header))
+        with writing(self.folder):
+            atomic.write_bytes(self.path(saved.round), save(tensors, metadata=header))
         for old in self.rounds()[:-KEPT]:
             self.path(old).unlink(missing_ok=True)
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pf2lora.federation.protocol.files import write_json
+from pf2lora import atomic
 
 SITES = "registered"  # a file per site, as old as its way to this server
 ALIVE = "alive"  # a file per site, as old as its last heartbeat
@@ -37,9 +37,9 @@ def write_status(folder: Path, status: Status, *, of_run: bool = True) -> None:
     """Where a job stands, and with it the run; not the run, if the job may not touch it."""
     status.time = time.time()
     (folder / JOBS).mkdir(exist_ok=True)
-    write_json(folder / JOBS / f"{status.job}.json", asdict(status))
+    atomic.write_json(folder / JOBS / f"{status.job}.json", asdict(status))
     if of_run:
-        write_json(folder / STATUS, asdict(status))
+        atomic.write_json(folder / STATUS, asdict(status))
 
 
 def read_status(folder: Path, job: str = "") -> Status | None:

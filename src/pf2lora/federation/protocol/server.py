@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from pf2lora import atomic
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Method
 from pf2lora.core.randomness import participants
@@ -21,7 +22,7 @@ from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.allow_list import HELLO, PROBLEMS, AllowList, Refused, is_count
-from pf2lora.federation.protocol.files import write_json, write_whole
+from pf2lora.federation.protocol.checkpoints import writing
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.methods import METHODS
 
@@ -40,7 +41,8 @@ class ServerSession:
         self.ranks: dict[str, int | None] = {}  # of the last updates; HETLoRA's sites get x truncated to it
         self.method: Method | None = None
         self.records: list[dict[str, Any]] = []
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self.check_same_plan()
         self.resume()
 
@@ -203,7 +205,8 @@ class ServerSession:
                 scores[site] = self.readable(data, self.done + 1).fields
             except messages.Malformed as error:
                 scores[site] = {"kind": "problem", "reason": str(error)}
-        write_json(self.folder / "final.json", scores)
+        with writing(self.folder):
+            atomic.write_json(self.folder / "final.json", scores)
         self.save()
 
     # --- the checkpoint -------------------------------------------------------------------------------------
@@ -219,7 +222,8 @@ class ServerSession:
         }
         tensors = {"common": self.common} if self.common is not None else {}
         path = self.folder / f"round-{self.done:06d}.safetensors"
-        write_whole(path, save(tensors, metadata={"server": json.dumps(knowledge)}))
+        with writing(self.folder):
+            atomic.write_bytes(path, save(tensors, metadata={"server": json.dumps(knowledge)}))
         for old in sorted(self.folder.glob("round-*.safetensors"))[:-2]:
             old.unlink(missing_ok=True)
 
@@ -237,7 +241,8 @@ class ServerSession:
                 raise UserError(
                     f"the run {self.plan.name!r} exists with another {key}: choose another --name"
                 )
-        write_json(file, plan)
+        with writing(self.folder):
+            atomic.write_json(file, plan)
 
     def resume(self) -> None:
         """Go on after the last finished round, if there is one."""
