@@ -12,7 +12,7 @@ from small_federation import SITES, Small, make_plan, make_small
 
 from pf2lora.core.method import State
 from pf2lora.federation.protocol import messages
-from pf2lora.federation.protocol.allow_list import AllowList, Refused
+from pf2lora.federation.protocol.allow_list import AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import leaves
 from pf2lora.federation.protocol.server import QuorumMissed
 
@@ -30,13 +30,13 @@ def allow_list_of(small: Small, site: str = "site-1") -> AllowList:
 
 def update(small: Small, site: str = "site-1") -> messages.Message:
     request = small.coordinator.requests([site], set())[site]
-    return messages.decode(small.sessions[site].answer(request))
+    return messages.decode(small.sessions[site].answer(read_request(request)))
 
 
 def test_the_guard_lets_an_update_pass(small: Small) -> None:
     message = update(small)
     assert message.fields["kind"] == "update" and message.tensors  # else the guard had nothing to judge
-    allow_list_of(small).check(messages.encode(message.fields, message.tensors))  # raises Refused
+    allow_list_of(small).check(messages.encode(message.fields, message.tensors))  # raises Malformed
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_guard_refuses_what_is_not_declared(small: Small, leak: str) -> None
     data = data or messages.encode(fields, tensors)
     if leak == "trailing":
         data += b"w1 w2 w3"
-    with pytest.raises(Refused):
+    with pytest.raises(messages.Malformed):
         AllowList(setup.layout, setup.metrics, torch.float32).check(data)
 
 

@@ -90,7 +90,7 @@ def test_hetlora_sites_send_and_get_only_their_ranks(tmp_path: Path) -> None:
             sent = sum(t.numel() for t in tensors.values())
             assert [sent] == small.setups[site].method.sent_numbers(saved.state)
             seen.add(sent)
-            down = small.coordinator.for_site(site)
+            down = small.coordinator.common_for(site)
             assert sum(t.numel() for t in down.values()) == sent
     assert len(seen) > 1  # the payloads differ
 

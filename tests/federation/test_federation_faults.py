@@ -12,6 +12,7 @@ from small_federation import LABELS, SITES, Small, make_plan, make_small, write_
 
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import messages
+from pf2lora.federation.protocol.allow_list import read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder, StateFolderError
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
@@ -84,7 +85,7 @@ def test_a_full_disk_stops_the_site_with_one_line(small: Small, monkeypatch: pyt
     request = small.coordinator.requests(["site-1"], set())["site-1"]
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(StateFolderError, match="is full") as caught:
-        small.sessions["site-1"].answer(request)
+        small.sessions["site-1"].answer(read_request(request))
     assert caught.value.code == "disk-full"
     assert small.sessions["site-1"].folder.rounds() == []
     assert not list(small.sessions["site-1"].folder.folder.glob("*.partial"))
@@ -134,7 +135,7 @@ def fresh(root: Path, small: Small) -> dict[str, Path]:
 def test_sites_that_do_not_fit_are_named(small: Small, key: str, value: Any, line: str) -> None:
     facts = {"kind": "hello", "round": 1} | small.setups["site-2"].facts | {key: value}
     with pytest.raises(UserError, match=line):
-        small.coordinator.welcome("site-2", messages.encode(facts))
+        small.coordinator.register("site-2", messages.encode(facts))
 
 
 def test_a_label_that_nobody_named_is_the_sites_own_error(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ if "worker_process" in " ".join(sys.orig_argv):
     from pf2lora.federation.protocol import site
     answer, execute = site.SiteSession.answer, executor.SiteExecutor.execute
 
-    def leaking(self, data):
-        fields, tensors = messages.decode(reply := answer(self, data))
+    def leaking(self, request):
+        fields, tensors = messages.decode(reply := answer(self, request))
         state, number = self.latest and self.latest.state, fields["round"]
         if fields["kind"] != "update":
             return reply

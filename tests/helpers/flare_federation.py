@@ -59,7 +59,7 @@ class Flare:
             time.sleep(0.1)
 
     def said(self) -> list[str]:
-        return run_status.said(self.run)
+        return run_status.read_lines(self.run)
 
     def says(self, words: str) -> bool:
         return any(words in line for line in self.said())

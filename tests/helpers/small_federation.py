@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 from pf2lora.core.method import State
 from pf2lora.engines.local import Schedule, train
 from pf2lora.federation.protocol import messages
-from pf2lora.federation.protocol.allow_list import AllowList
+from pf2lora.federation.protocol.allow_list import AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
@@ -136,16 +136,15 @@ class Small:
         answers = {}
         for site, request in requests.items():
             setup = self.setups[site]
-            answer = self.sessions[site].answer(request)
+            answer = self.sessions[site].answer(read_request(request))
             AllowList(setup.layout, setup.metrics, messages.dtype_named(self.plan.wire)).check(answer)
             self.messages.append((site, answer))
             answers[site] = self.tamper(site, answer)
         return answers
 
     def greet(self) -> None:
-        hello = messages.encode({"kind": "hello", "round": self.coordinator.done + 1})
-        for site, answer in self.ask(dict.fromkeys(self.files, hello)).items():
-            self.coordinator.welcome(site, answer)
+        for site, answer in self.ask(dict.fromkeys(self.files, self.coordinator.hello())).items():
+            self.coordinator.register(site, answer)
 
     def round(self, present: list[str] | None = None) -> dict[str, Any]:
         """One round; `present` are those who answer."""
@@ -158,7 +157,7 @@ class Small:
         self.greet()
         while self.coordinator.done < self.plan.run.rounds:
             self.round()
-        self.coordinator.finish(self.ask(self.coordinator.farewell(list(self.files))))
+        self.coordinator.finish(self.ask(self.coordinator.finish_requests(list(self.files))))
 
 
 def make_small(root: Path, plan: Plan, **changes: Any) -> Small:

@@ -124,7 +124,7 @@ def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> r
     cores = max(1, (os.cpu_count() or 1) // len(plan.sites))
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores))}
     started: dict[str, Any] = {}
-    said = len(run_status.said(run))
+    said = len(run_status.read_lines(run))
     began = time.time()
     with processes.running(started):
         for kit in (server, *(open_kit(folder / "kits" / site) for site in plan.sites)):
@@ -137,7 +137,7 @@ def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> r
         tell(f"server and {len(plan.sites)} sites are connected on port {server.port} (mutual TLS)")
         admin.submit(folder / "kits" / LEAD, plan)
         while True:
-            for line in run_status.said(run, said):
+            for line in run_status.read_lines(run, said):
                 tell(line)
                 said += 1
             status = run_status.read_status(run)

@@ -14,7 +14,14 @@ from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.apis.job_def import JobMetaKey
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
-from pf2lora.federation.protocol.run_status import ALIVE, SITES, Status, read_status, say, write_status
+from pf2lora.federation.protocol.run_status import (
+    ALIVE,
+    SITES,
+    Status,
+    append_line,
+    read_status,
+    write_status,
+)
 
 TRIES = 3  # continuations without a finished round in between
 
@@ -59,7 +66,7 @@ class RunResumer(FLComponent):
         if aborted and status.state == "running":
             status.state, status.line = "stopped", "stopped by an administrator; the same command resumes"
             write_status(folder, status)
-            say(folder, status.line)
+            append_line(folder, status.line)
         elif status.state in ("running", "continue"):
             done, tries = self.tries.get(folder.name, (-1, 0))
             tries = tries + 1 if done == status.round else 1
@@ -68,7 +75,7 @@ class RunResumer(FLComponent):
                 status.state = "failed"
                 status.line = f"{TRIES} jobs in a row finished no round; see the server's log"
                 write_status(folder, status)
-                say(folder, status.line)
+                append_line(folder, status.line)
             else:
                 self.continue_run(status, fl_ctx)
 

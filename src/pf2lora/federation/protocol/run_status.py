@@ -51,13 +51,13 @@ def read_status(folder: Path, job: str = "") -> Status | None:
         return None
 
 
-def say(folder: Path, line: str) -> None:
+def append_line(folder: Path, line: str) -> None:
     """One line about the run, for whoever watches."""
     with (folder / LINES).open("a", encoding="utf8") as file:
         file.write(json.dumps({"time": time.time(), "line": line}, ensure_ascii=False) + "\n")
 
 
-def said(folder: Path, skip: int = 0) -> list[str]:
+def read_lines(folder: Path, skip: int = 0) -> list[str]:
     """The lines after the first `skip`."""
     try:
         text = (folder / LINES).read_text(encoding="utf8")
