@@ -155,7 +155,11 @@ def test_a_label_that_nobody_named_is_the_sites_own_error(tmp_path: Path) -> Non
         ({"quorum": 1.5}, "quorum is 1.5"),
         ({"norm_limit": 1.0}, "norm_limit is 1.0"),
         ({"wire": "int8"}, "wire is 'int8'"),
-        ({"method": "centralized"}, "no federation"),
+        ({"method": "centralized"}, r"no federation; run it with `pf2lora train`"),
+        ({"method": "centralised"}, "did you mean 'centralized'"),
+        ({"sites": ("a", "b.c")}, "site name 'b.c'"),
+        ({"sites": ("a", "Server")}, "taken by the federation itself"),
+        ({"name": "my run"}, "run name 'my run'"),
     ],
 )
 def test_a_plan_that_cannot_be_is_one_line(changes: dict[str, Any], line: str) -> None:

@@ -33,12 +33,13 @@ from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.run.folder import load_run
 
 
-def rehearse_command(root: Path, rounds: int, sites: int = 2) -> list[str]:
+def rehearse_command(root: Path, rounds: int, clients: tuple[str, ...] = SITES[:2]) -> list[str]:
     """`pf2lora federation rehearse` on small files."""
     write_model(root / "model")
-    write_data(root, SITES[:sites])
+    write_data(root, clients)
     values = settings(rounds=rounds)
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in values.items()]
     files = ["--clients", str(root / "train"), "--test", str(root / "test"), "--model", str(root / "model")]
@@ -57,11 +58,14 @@ def leftovers(root: Path) -> list[str]:
 
 
 def test_a_rehearsal_leaves_a_run_folder_with_the_local_engines_numbers(tmp_path: Path) -> None:
+    """Its clients have names that no site may have."""
+    names = ("Clinic A", "Klinik Süd")
     done = subprocess.run(
-        rehearse_command(tmp_path, 3), capture_output=True, text=True, timeout=240, check=False
+        rehearse_command(tmp_path, 3, names), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "round 3 of 3: 2 answered (site-1, site-2)" in done.stderr
+    assert "client 'Clinic A' takes part as site 'clinic-a'" in done.stderr
+    assert "round 3 of 3: 2 answered (clinic-a, klinik-sud)" in done.stderr
     assert "deadline 60 s, quorum 0.5" in done.stderr
     out = tmp_path / "run"
     _, common, trial = local_run(tmp_path, make_plan("pf2lora", SITES[:2]))
@@ -69,9 +73,11 @@ def test_a_rehearsal_leaves_a_run_folder_with_the_local_engines_numbers(tmp_path
     flat = trial.model.x.pack({name: t[None] for name, t in saved.items()})[0]
     assert (flat - common).abs().max() <= 1e-5
     result = json.loads((out / "result.json").read_text())
+    assert [client["name"] for client in result["clients"]] == list(names)
     assert result["methods"]["pf2lora"]["runs"][0]["served"]["accuracy"]["mean"] is not None
     assert (out / "report.html").exists()
-    assert {p.name for p in (out / "clients").iterdir()} == {"site-1", "site-2"}
+    assert {p.name for p in (out / "clients").iterdir()} == set(names)
+    assert load_run(out, device="cpu").client("Klinik Süd")[1].abs().max() > 0
     keys = list((out / "federation").rglob("*.key"))
     assert len(keys) == 4
     assert all(stat.S_IMODE(key.stat().st_mode) == 0o600 for key in keys)

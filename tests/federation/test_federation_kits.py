@@ -83,6 +83,8 @@ def test_a_job_carries_a_plan_and_nothing_else(tmp_path: Path) -> None:
         ('name = "t"\nhost = "h"\nsites = []', "names no sites"),
         ('name = "t"\nhost = "h"', "sites is missing"),
         ('name = "t"\nhost = "h"\nsites = ["a b"]', "site name 'a b'"),
+        ('name = "t"\nhost = "h"\nsites = ["a.b"]', "site name 'a.b'"),
+        ('name = "t"\nhost = "h"\nsites = ["authority"]', "taken by the federation itself"),
         ('name = "t"\nhost = "h"\nsites = ["a"]\nprot = 1', "did you mean 'port'"),
         ('name = "t"\nhost = "h"\nsites = ["a"]\nport = 0', "port is 0"),
         ('name = "t"\nhost = "h"\nsites = ["a"]\nlead = "me"', "use an e-mail address"),

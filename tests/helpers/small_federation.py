@@ -72,13 +72,20 @@ def write_data(folder: Path, sites: tuple[str, ...] = SITES) -> None:
 
 
 def write_site_file(
-    path: Path, root: Path, site: str, model: Path | None = None, state: Path | None = None
+    path: Path,
+    root: Path,
+    site: str,
+    model: Path | None = None,
+    state: Path | None = None,
+    client: str | None = None,
 ) -> Path:
-    """The file a site says where its things are in."""
+    """The file a site says where its things are in; `client` is its client's name, where it has another."""
+    name, rows = f'name = "{client}"\n' if client else "", client or site
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        f'model = "{model or root / "model"}"\nstate = "{state or root / "state" / site}"\ndevice = "cpu"\n'
-        f'[data]\nclients = ["{root / "train" / site}.jsonl"]\ntest = ["{root / "test" / site}.jsonl"]\n'
+        f'{name}model = "{model or root / "model"}"\nstate = "{state or root / "state" / site}"\ndevice = "cpu"\n'
+        f'[data]\nclients = ["{root / "train" / rows}.jsonl"]\ntest = ["{root / "test" / rows}.jsonl"]\n',
+        encoding="utf8",
     )
     return path
 

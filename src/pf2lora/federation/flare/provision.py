@@ -15,7 +15,7 @@ from typing import Any
 from pf2lora import atomic
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
-from pf2lora.federation.protocol.plan import check_name
+from pf2lora.federation.protocol.names import check_name, check_sites
 from pf2lora.run.config import read_toml
 
 SCOPE = "pf2lora"
@@ -37,10 +37,7 @@ class Project:
 
     def __post_init__(self) -> None:
         check_name("project", self.name)
-        for site in self.sites:
-            check_name("site", site)
-            if self.sites.count(site) > 1:
-                raise UserError(f"two sites are called {site!r}; every site needs a name of its own")
+        check_sites(self.sites)
         if not self.sites:
             raise UserError('the project names no sites: sites = ["clinic-a", "clinic-b"]')
         if not 0 < self.port < 65536:

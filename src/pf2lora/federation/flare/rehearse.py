@@ -20,6 +20,7 @@ from pf2lora.federation.flare import admin, processes
 from pf2lora.federation.flare.processes import Kit, open_kit
 from pf2lora.federation.flare.provision import Project, provision
 from pf2lora.federation.protocol import outcome, run_status
+from pf2lora.federation.protocol.names import site_names
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.site_setup import SITE_FILE
 from pf2lora.run import folder as run_folder
@@ -47,7 +48,7 @@ def rehearse(
     shared = {
         k: v for k, v in to_dict(config).items() if k not in ("data", "model", "device", "trackers", "title")
     }
-    plan = Plan("rehearsal", shared, config.method[0], tuple(workload.names), labels, **options)
+    plan = Plan("rehearsal", shared, config.method[0], site_names(workload.names), labels, **options)
     folder = out / FOLDER
     set_up(plan, workload, out, folder, force=force, tell=tell)
     server = open_kit(folder / "kits" / "server")
@@ -82,8 +83,10 @@ def set_up(plan: Plan, workload: Workload, out: Path, folder: Path, *, force: bo
     run_folder.write_text(out / "config.toml", to_toml(workload.config))
     project = Project("rehearsal", "localhost", plan.sites, port=processes.free_port(), lead=LEAD)
     kits = provision(project, folder / "kits")
-    for client in workload.clients:
-        write_site(client, workload.config, folder / "sites" / client.name, kits[client.name])
+    for client, site in zip(workload.clients, plan.sites):
+        write_site(client, workload.config, folder / "sites" / site, kits[site])
+        if client.name != site:
+            tell(f"client {client.name!r} takes part as site {site!r}")
     atomic.write_text(file, plan.to_json())
 
 
@@ -93,7 +96,7 @@ def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> 
 
     data: dict[str, Any] = {}
     for part, key in ((client.train, "clients"), (client.test, "test")):
-        file = folder / key / f"{client.name}.jsonl"
+        file = folder / key / f"{folder.name}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("w", encoding="utf8") as lines:
             for row in part:
@@ -104,6 +107,7 @@ def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> 
         data |= {"pair": "pair"} if client.train[0].pair is not None else {}
     model = Path(config.model)
     own = {
+        "name": client.name,
         "model": str(model.resolve()) if model.exists() else config.model,
         "state": str((folder / "state").resolve()),
         "device": config.device,

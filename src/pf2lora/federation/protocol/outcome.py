@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from pf2lora.run.trial import Workload
 
 
 def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequence[Path]) -> dict[str, Any]:
-    """Write result, report and adapters into `out`; `sites` are the sites' state folders."""
+    """Write result, report and adapters into `out`; `sites` are the sites' state folders. The clients have their own
+    names in them, whatever they are called as sites."""
     from pf2lora import report
     from pf2lora.run.experiment import describe
 
@@ -42,15 +43,15 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
         "flops_per_round": None,
         "seconds": sum(r["seconds"] for r in rounds),
         "peak_memory_bytes": None,
-        "warnings": left_out(session),
+        "warnings": left_out(session, dict(zip(plan.sites, workload.names))),
     }
     for k, folder in enumerate(sites):
-        keep_adapters(folder / plan.name, out, plan.sites[k])
+        keep_adapters(folder / plan.name, out, workload.names[k])
     if session.common is not None:
         whole = torch.cat([session.common, set_up.state.x[0].cpu()[layout.shared :]])
         run_folder.save_common(out, set_up.model, whole, config.task, config.model)
     run_folder.save_description(
-        out, Saved(name, config.seed, config.task, list(plan.labels), list(plan.sites))
+        out, Saved(name, config.seed, config.task, list(plan.labels), list(workload.names))
     )
     result = describe(workload) | {
         "methods": {name: {"label": METHODS[name].label, "runs": [record]}},
@@ -109,21 +110,24 @@ def sent_bytes(plan: Plan, session: ServerSession) -> dict[str, float]:
     return {"adapter": size * sum(each) / len(each), "head": head}
 
 
-def left_out(session: ServerSession) -> list[str]:
-    """Rounds that somebody missed."""
+def left_out(session: ServerSession, clients: Mapping[str, str]) -> list[str]:
+    """Rounds that somebody missed; `clients` are the sites' own names."""
     found = []
     for record in session.records:
-        found += [f"round {record['round']}: {site} did not answer in time" for site in record["missing"]]
         found += [
-            f"round {record['round']}: {site} was left out: {why}" for site, why in record["refused"].items()
+            f"round {record['round']}: {clients[site]} did not answer in time" for site in record["missing"]
+        ]
+        found += [
+            f"round {record['round']}: {clients[site]} was left out: {why}"
+            for site, why in record["refused"].items()
         ]
     return found
 
 
-def keep_adapters(state: Path, out: Path, site: str) -> None:
-    """A site's exported adapters; in a rehearsal they may leave it."""
-    if (state / "clients" / site).is_dir():
-        shutil.copytree(state / "clients" / site, out / "clients" / site, dirs_exist_ok=True)
+def keep_adapters(state: Path, out: Path, client: str) -> None:
+    """Copy a client's adapters from its site's state folder; in a rehearsal they may leave it."""
+    if (state / "clients" / client).is_dir():
+        shutil.copytree(state / "clients" / client, out / "clients" / client, dirs_exist_ok=True)
         target = out / "state" / "clients"
         target.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(state / "state" / "clients" / f"{site}.safetensors", target)
+        shutil.copy2(state / "state" / "clients" / f"{client}.safetensors", target)

@@ -86,10 +86,15 @@ class ServerSession:
             self.method = server_method(self.plan, layout_from(facts["layout"]))
 
     @property
+    def known_method(self) -> Method:
+        """The method, which takes the sites' description of their adapter."""
+        assert self.method is not None, "no site has said hello"
+        return self.method
+
+    @property
     def layout(self) -> Layout:
         """The common adapter, as the sites described it."""
-        assert self.method is not None
-        return self.method.layout
+        return self.known_method.layout
 
     def chosen(self, number: int) -> list[str]:
         """Who takes part in round `number` by the plan, present or not."""
@@ -185,7 +190,7 @@ class ServerSession:
         message = AllowList(self.layout, None, self.dtype).check(data, (kind, "problem"))
         if message.round != number:
             raise Malformed(f"a {message.kind!r} of round {message.round} instead of round {number}")
-        if message.kind == "update" and bool(message.tensors) != METHODS[self.plan.method].federated:
+        if message.kind == "update" and bool(message.tensors) != self.known_method.federated:
             has = "with" if message.tensors else "without"
             raise Malformed(f"an update {has} the common adapter, in a run of {self.plan.method!r}")
         for name, tensor in message.tensors.items():
@@ -195,10 +200,9 @@ class ServerSession:
 
     def merge(self, sites: list[str], vectors: Mapping[str, Tensor]) -> None:
         """The method's own average of what these sites sent."""
-        assert self.method is not None
         sizes = [self.sites[s]["train_rows"] for s in sites]
         weights = merge_weights(sizes, self.config.weighting)
-        self.common = self.method.merge(torch.stack([vectors[s] for s in sites]), weights)
+        self.common = self.known_method.merge(torch.stack([vectors[s] for s in sites]), weights)
 
     def beyond_norm_limit(self, vectors: Mapping[str, Tensor]) -> dict[str, str]:
         """Sites whose update has a norm beyond the limit, with the reason. It is the norm of x as sent, not of its

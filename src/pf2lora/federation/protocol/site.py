@@ -63,7 +63,7 @@ class SiteSession:
         state, report = local_steps(
             variant, setup.F, state, setup.source, [0], [done], self.steps, stepper=self.stepper
         )
-        check_finite(report.loss.cpu(), [setup.site], number)
+        check_finite(report.loss.cpu(), [setup.client], number)
         answer |= {"steps": self.steps, "loss": float(report.loss.sum())}
         if report.second_order is not None:
             share = float(report.second_order.sum())
@@ -72,7 +72,7 @@ class SiteSession:
             answer["before"] = self.measured(state, number)
         state, leaves = setup.method.send(state)
         if leaves.numel() and not bool(torch.isfinite(leaves).all()):
-            raise NonFiniteLoss(f"the common adapter of {setup.site!r} became infinite in round {number}")
+            raise NonFiniteLoss(f"the common adapter of {setup.client!r} became infinite in round {number}")
         self.latest = Checkpoint(number, done + self.steps, state)
         self.folder.save(self.latest)
         tensors = {}

@@ -15,6 +15,7 @@ import pf2lora
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Loss, Method, State, moved
 from pf2lora.data.client import Client
+from pf2lora.data.per_client import check_name
 from pf2lora.data.spec import load
 from pf2lora.engines.batches import BatchSource
 from pf2lora.errors import UserError, unknown
@@ -37,7 +38,7 @@ Scores = dict[str, float]
 class SiteSetup:
     """What a site brings to a run, none of which leaves it but the declared facts."""
 
-    site: str
+    client: str  # its name, by which batches are drawn and its adapters are kept
     method: Method
     F: Loss
     source: BatchSource  # of one client
@@ -55,8 +56,10 @@ class SiteSetup:
 
 @dataclass(frozen=True)
 class SiteFile:
-    """What a site says about itself, to itself only. Paths are relative to the file."""
+    """What a site says about itself, to itself only. Paths are relative to the file. `name` is the client's name,
+    where it is another than the site's."""
 
+    name: str = ""
     model: str = ""
     state: str = "state"
     device: str = "auto"
@@ -85,6 +88,8 @@ def read_site_file(path: Path) -> SiteFile:
     found = SiteFile(**plain, data=data)
     if not found.model:
         raise UserError(f"{path}: model is missing; give the base model's folder or hub name")
+    if found.name:
+        check_name(found.name, path)
     return found
 
 
@@ -117,8 +122,8 @@ def state_folder(plan: Plan, file: Path) -> Path:
     return file.parent / read_site_file(file).state / plan.name
 
 
-def load_client(config: Config, plan: Plan, site: str) -> tuple[Client[Any], list[str]]:
-    """The site's rows, under the site's name: batches are drawn by name, so they are those of a local run."""
+def load_client(config: Config, plan: Plan, name: str) -> tuple[Client[Any], list[str]]:
+    """The site's rows, under the client's name: batches are drawn by name, so they are those of a local run."""
     from pf2lora.run.experiment import TASKS
 
     if config.task == "classification":
@@ -130,7 +135,7 @@ def load_client(config: Config, plan: Plan, site: str) -> tuple[Client[Any], lis
         raise UserError(
             f"the site's data makes {len(clients)} clients; a site is one client: give it one file"
         )
-    return replace(clients[0], name=site), labels
+    return replace(clients[0], name=name), labels
 
 
 def build(plan: Plan, file: Path, site: str) -> SiteSetup:
@@ -138,14 +143,14 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     from pf2lora.adapters.base_model import fresh_parameters
     from pf2lora.run.experiment import build_workload
 
-    config, _ = site_config(plan, file)
-    client, labels = load_client(config, plan, site)
+    config, own = site_config(plan, file)
+    client, labels = load_client(config, plan, own.name or site)
     workload = build_workload(config, [client], labels)
     base = workload.base
     fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
     trial = trials.set_up(workload, plan.method, config.seed)
     if isinstance(trial.method, HetLoRA):
-        trial = with_own_rank(trial, plan, site)
+        trial = with_own_rank(trial, plan, site, client.name)
     named = hashlib.sha256(json.dumps(labels).encode()).hexdigest()
     facts = {
         "model": fingerprint,
@@ -169,10 +174,10 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
 
         x, y = trials.served_models(trial, state, number)
         where = state_folder(plan, file)
-        save_client(where, trial.model, site, x[0], y[0], config.task, config.model)
+        save_client(where, trial.model, client.name, x[0], y[0], config.task, config.model)
 
     return SiteSetup(
-        site,
+        client.name,
         trial.method,
         trial.F,
         trial.source,
@@ -185,13 +190,13 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     )
 
 
-def with_own_rank(trial: trials.Trial, plan: Plan, site: str) -> trials.Trial:
+def with_own_rank(trial: trials.Trial, plan: Plan, site: str, client: str) -> trials.Trial:
     """HETLoRA's first rank goes by the site's place among all sites, which a site alone cannot know."""
     method = trial.method
     assert isinstance(method, HetLoRA)
     ranks = initial_ranks(len(plan.sites), method.r_min, trial.model.spec.rank)
     method = replace(method, ranks=(ranks[plan.sites.index(site)],))
-    x, y = trial.model.initial(trial.seed, [site])
+    x, y = trial.model.initial(trial.seed, [client])
     return replace(trial, method=method, state=method.init(x.to(trial.state.x), y.to(trial.state.y)))
 
 
