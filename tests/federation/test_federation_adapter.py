@@ -28,7 +28,7 @@ from pf2lora.federation.protocol.server import QuorumMissed, ServerSession
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def controller_of(plan: Plan, folder: Path, hellos: dict[str, bytes]) -> FederationController:
+def controller_of(plan: Plan, folder: Path, hellos: dict[str, Any]) -> FederationController:
     """A controller before its first round, to whom the sites answer as in `hellos`."""
     made = FederationController(plan.to_json())
     made.root = made.folder = folder
@@ -47,7 +47,7 @@ def hellos(tmp_path: Path) -> dict[str, bytes]:
 
 
 def test_garbage_in_a_hello_leaves_out_its_site_alone(tmp_path: Path, hellos: dict[str, bytes]) -> None:
-    bad = {"site-1": encode({"kind": "problem", "round": 1}), "site-3": b"garbage"}
+    bad = {"site-1": encode({"kind": "problem", "round": 1}), "site-3": None}
     controller = controller_of(make_plan("homlora"), tmp_path / "run", hellos | bad)
     controller.collect_hellos()
     assert controller.present == ["site-2", "site-4"]
@@ -77,12 +77,15 @@ def test_a_site_that_does_not_fit_stops_the_run_before_round_1(
     [
         (make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR), "refused"),
         (make_reply(ReturnCode.EXECUTION_EXCEPTION), "failed"),
-        (Shareable(), "failed"),
-        (Shareable({BODY: "text"}), "failed"),
     ],
 )
 def test_what_flare_says_of_a_failure_is_a_problem(result: Shareable, code: str) -> None:
     assert decode(body(result, 7)).fields == {"kind": "problem", "round": 7, "code": code}
+
+
+def test_an_answer_that_is_no_message_is_left_to_the_session() -> None:
+    assert body(Shareable({BODY: "text"}), 7) == "text"
+    assert body(Shareable(), 7) is None
 
 
 # --- the site -----------------------------------------------------------------------------------------------

@@ -33,9 +33,9 @@ def update(small: Small, site: str = "site-1") -> messages.Message:
     return messages.decode(small.sessions[site].answer(read_request(request)))
 
 
-def test_the_guard_lets_an_update_pass(small: Small) -> None:
+def test_the_allow_list_lets_an_update_pass(small: Small) -> None:
     message = update(small)
-    assert message.fields["kind"] == "update" and message.tensors  # else the guard had nothing to judge
+    assert message.fields["kind"] == "update" and message.tensors  # else there was nothing to judge
     allow_list_of(small).check(messages.encode(message.fields, message.tensors))  # raises Malformed
 
 
@@ -54,7 +54,7 @@ def test_the_guard_lets_an_update_pass(small: Small) -> None:
         "trailing",
     ],
 )
-def test_the_guard_refuses_what_is_not_declared(small: Small, leak: str) -> None:
+def test_the_allow_list_refuses_what_is_not_declared(small: Small, leak: str) -> None:
     (fields, tensors), setup = update(small), small.setups["site-1"]
     state = small.sessions["site-1"].latest.state  # type: ignore[union-attr]
     first = min(name for name in tensors if name.endswith(".A"))

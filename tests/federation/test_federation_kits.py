@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
+import re
 import socket
 import stat
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -204,3 +208,30 @@ def test_commands_check_their_input_before_they_do_anything(tmp_path: Path, kits
         app, ["provision", str(tmp_path / "project.toml"), "--out", str(tmp_path / "kits")]
     )
     assert made.exit_code == 0 and "a: " in made.output and "authority" in made.output
+
+
+def test_every_class_that_a_kit_or_a_job_names_is_there(tmp_path: Path, kits: dict[str, Path]) -> None:
+    """They are names in files: nothing else tells when a class has moved."""
+    write_job(make_plan("pf2lora"), tmp_path)
+    files = [
+        *tmp_path.rglob("*.json"),
+        *kits["server"].glob("local/*.json"),
+        *kits["clinic-a"].glob("local/*.json"),
+    ]
+    named = {name for file in files for name in re.findall(r'"(pf2lora(?:\.\w+)+)"', file.read_text())}
+    assert len(named) == 7
+    for name in named:
+        module, _, kind = name.rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), kind), type), name
+
+
+def test_the_protocol_names_no_flare() -> None:
+    for file in Path(federation.__file__).parent.glob("protocol/*.py"):
+        assert not re.search(r"(from|import) (nvflare|pf2lora\.federation\.flare)", file.read_text()), file
+
+
+@pytest.mark.parametrize("module", ["resumer", "launcher", "admin", "provision", "processes"])
+def test_main_processes_load_no_torch(module: str) -> None:
+    """FLARE's main processes live as long as the machine; the model's are the jobs' processes."""
+    line = f"import sys, pf2lora.federation.flare.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", line], check=False).returncode == 0

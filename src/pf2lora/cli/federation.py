@@ -92,6 +92,7 @@ def rehearsal_config(settings: dict[str, Any], file: Path | None, sites: int | N
 
 
 def tell(line: str) -> None:
+    """Progress, on standard error: standard output is for results."""
     typer.echo(line, err=True)
 
 

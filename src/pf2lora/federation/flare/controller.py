@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task
@@ -29,7 +28,7 @@ from pf2lora.federation.flare.executor import BODY
 from pf2lora.federation.protocol.messages import Malformed, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.run_status import ALIVE, SITES, Status, append_line, run_folder, write_status
-from pf2lora.federation.protocol.server import QuorumMissed, ServerSession
+from pf2lora.federation.protocol.server import QuorumMissed, RoundRecord, ServerSession
 from pf2lora.run.trial import evaluation_rounds
 
 PERIOD = 0.05  # seconds between looks at the tasks
@@ -41,16 +40,18 @@ class FederationController(Controller):
     """The rounds of a plan, one FLARE task per site and message."""
 
     def __init__(self, plan: str) -> None:
+        """`plan` is the run's plan as JSON, from the job."""
         super().__init__(task_check_period=PERIOD)
         self.plan = Plan.from_json(plan)
         self.present: list[str] = []
         self.changed = threading.Condition()
         self.awaited: set[str] = set()  # sites with a standing hello
-        self.returned: dict[str, bytes] = {}  # those that answered it, with their answer
+        self.returned: dict[str, object] = {}  # those that answered it, with their answer
         self.status = Status("running", 0, self.plan.run.rounds)
         self.started = time.time()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
+        """Find the run's folder in the server's kit."""
         self.root = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_ROOT))
         self.folder = run_folder(self.root, self.plan.name)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -68,6 +69,7 @@ class FederationController(Controller):
         )
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Tell the lead's `status` where the run stands."""
         super().handle_event(event_type, fl_ctx)
         if event_type == InfoCollector.EVENT_TYPE_GET_STATS:
             collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
@@ -75,6 +77,7 @@ class FederationController(Controller):
                 collector.add_info("pf2lora", self.status.__dict__ | {"run": self.plan.name})
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        """The whole job. Only one job at a time may work on a run."""
         self.abort, self.fl_ctx = abort_signal, fl_ctx
         self.status.job = fl_ctx.get_job_id()
         with (self.folder / "lock").open("w") as lock:
@@ -124,7 +127,7 @@ class FederationController(Controller):
             missing = [s for s in plan.sites if s not in self.present and s not in unreadable]
             raise QuorumMissed(self.session.done + 1, 0, len(plan.sites), plan, missing, unreadable)
 
-    def admit(self, site: str, data: bytes, fatal: bool) -> str | None:
+    def admit(self, site: str, data: object, fatal: bool) -> str | None:
         """Take a site in by its hello. One that cannot be read leaves that site out, until it is started again; why is
         returned. A site that does not fit the others is a UserError if `fatal`; else it is asked again."""
         try:
@@ -206,7 +209,8 @@ class FederationController(Controller):
         append_line(self.folder, f"run {self.plan.name!r} finished: {config.rounds} rounds")
         self.note("finished")
 
-    def report(self, record: Mapping[str, Any]) -> None:
+    def report(self, record: RoundRecord) -> None:
+        """Say how a round went; who told a problem is not asked again."""
         for site, why in record["refused"].items():
             append_line(self.folder, f"round {record['round']}: {site} is left out: {why}")
         for site in record["stopped"]:  # it has stopped, and returns when it is started again
@@ -220,6 +224,7 @@ class FederationController(Controller):
         self.note("running")
 
     def note(self, state: str, line: str = "") -> None:
+        """Write down where the run stands; `line` says why it ended."""
         self.status.state, self.status.line = state, line
         self.status.round, self.status.present = self.session.done, list(self.present)
         self.status.deadline, self.status.quorum = self.plan.deadline, self.plan.quorum
@@ -227,9 +232,9 @@ class FederationController(Controller):
 
     # --- messages over FLARE --------------------------------------------------------------------------------
 
-    def exchange(self, name: str, requests: Mapping[str, bytes], timeout: float) -> dict[str, bytes]:
+    def exchange(self, name: str, requests: Mapping[str, bytes], timeout: float) -> dict[str, object]:
         """Send every site its request; what came back within `timeout` seconds."""
-        answers: dict[str, bytes] = {}
+        answers: dict[str, object] = {}
         tasks = [
             self.post(name, site, data, math.ceil(timeout), partial(answers.__setitem__, site))
             for site, data in requests.items()
@@ -244,9 +249,10 @@ class FederationController(Controller):
                 self.cancel_task(task, fl_ctx=self.fl_ctx)
         return found
 
-    def post(self, name: str, site: str, data: bytes, seconds: int, deliver: Callable[[bytes], None]) -> Task:
-        """One FLARE task for one site; `seconds` 0 waits for ever."""
-
+    def post(
+        self, name: str, site: str, data: bytes, seconds: int, deliver: Callable[[object], None]
+    ) -> Task:
+        """One FLARE task for one site, whose answer goes to `deliver`; `seconds` 0 waits for ever."""
         number = self.session.done + 1
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
@@ -267,11 +273,11 @@ def age(file: Path) -> float:
         return math.inf
 
 
-def body(result: Shareable, number: int) -> bytes:
-    """A site's answer to a request of round `number`; a failure that FLARE reports becomes a problem like any other."""
+def body(result: Shareable, number: int) -> object:
+    """A site's answer to a request of round `number`, whatever it is; a failure that FLARE reports becomes a problem
+    like any other."""
     code = result.get_return_code()
-    data = result.get(BODY)
-    if code == ReturnCode.OK and isinstance(data, bytes):
-        return data
+    if code == ReturnCode.OK:
+        return result.get(BODY)
     why = "refused" if code == ReturnCode.TASK_RESULT_FILTER_ERROR else "failed"
     return encode({"kind": "problem", "round": number, "code": why})

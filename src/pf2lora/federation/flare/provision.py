@@ -142,7 +142,7 @@ def harden_site(kit: Path) -> None:
             "components": [
                 component("resource_manager", f"{RESOURCES}.resource_managers.{MANAGER}"),
                 component("resource_consumer", f"{RESOURCES}.resource_consumers.{CONSUMER}"),
-                component("process_launcher", "pf2lora.federation.flare.launcher.SteadyLauncher"),
+                component("process_launcher", "pf2lora.federation.flare.launcher.RestartingLauncher"),
             ],
         },
     )
@@ -156,7 +156,7 @@ def harden_site(kit: Path) -> None:
 
 def harden_server(kit: Path) -> None:
     """The server's policies: our controller and nothing else, its stores inside the kit."""
-    store = {"path": "pf2lora.federation.flare.resumer.Snapshots", "args": {}}
+    store = {"path": "pf2lora.federation.flare.resumer.SnapshotStore", "args": {}}
     atomic.write_json(
         kit / "local" / "resources.json",
         {
@@ -186,13 +186,13 @@ def harden_server(kit: Path) -> None:
                         "max_schedule_count": 10000,
                     },
                 ),
-                component("job_manager", "pf2lora.federation.flare.resumer.Jobs"),
+                component("job_manager", "pf2lora.federation.flare.resumer.JobStore"),
                 component("job_store", "nvflare.app_common.storages.filesystem_storage.FilesystemStorage"),
                 component(
                     "process_launcher",
                     "nvflare.app_common.job_launcher.server_process_launcher.ServerProcessJobLauncher",
                 ),
-                component("keeper", "pf2lora.federation.flare.resumer.RunResumer"),
+                component("run_resumer", "pf2lora.federation.flare.resumer.RunResumer"),
             ],
         },
     )
@@ -232,4 +232,5 @@ CONSUMER = "passthrough_resource_consumer.PassthroughResourceConsumer"
 
 
 def component(name: str, path: str, args: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A component as FLARE's resource files name it: its id, its class and the class's arguments."""
     return {"id": name, "path": path, "args": args or {}}

@@ -118,6 +118,7 @@ def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> 
 
 
 def written(row: Any) -> dict[str, Any]:
+    """A row as its line of a data file."""
     return {k: v for k, v in asdict(row).items() if v is not None}
 
 
@@ -152,6 +153,7 @@ def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> r
 
 
 def wait_for(condition: Callable[[], bool], started: dict[str, Any], logs: Path, what: str) -> None:
+    """Wait until `condition` holds; a UserError if a process ended or it takes too long."""
     until = time.monotonic() + STARTING
     while not condition():
         check_alive(started, logs)
@@ -161,6 +163,7 @@ def wait_for(condition: Callable[[], bool], started: dict[str, Any], logs: Path,
 
 
 def check_alive(started: dict[str, Any], logs: Path) -> None:
+    """A UserError that names the log of a process that has ended."""
     for name, process in started.items():
         if process.poll() is not None:
             raise UserError(
@@ -169,10 +172,12 @@ def check_alive(started: dict[str, Any], logs: Path) -> None:
 
 
 def newer(file: Path, when: float) -> bool:
+    """Whether a file was touched since `when`, give or take a file system's clock."""
     return file.exists() and file.stat().st_mtime >= when - 1
 
 
 def listening(port: int) -> bool:
+    """Whether somebody listens on a port of this machine."""
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("localhost", port)) == 0

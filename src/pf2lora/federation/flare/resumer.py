@@ -1,4 +1,4 @@
-"""What lives in the server's main process: the stores, and the keeper of unfinished runs. Loads no torch."""
+"""What lives in the server's main process: what continues an unfinished run, and the stores. Loads no torch."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class RunResumer(FLComponent):
         self.tries: dict[str, tuple[int, int]] = {}  # run: (finished rounds, continuations since)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """FLARE's events: a site was heard of, a job ended."""
         if event_type in (EventType.CLIENT_REGISTER_PROCESSED, EventType.CLIENT_HEARTBEAT_PROCESSED):
             peer = fl_ctx.get_peer_context()
             if peer and peer.get_identity_name():
@@ -63,6 +64,7 @@ class RunResumer(FLComponent):
             manager.update_meta(job, {"pf2lora": asdict(status)}, fl_ctx)
 
     def ended(self, folder: Path, status: Status, aborted: bool, fl_ctx: FLContext) -> None:
+        """The job of a run ended: continue the run, unless it is finished, was stopped, or gets nowhere."""
         if aborted and status.state == "running":
             status.state, status.line = "stopped", "stopped by an administrator; the same command resumes"
             write_status(folder, status)
@@ -80,6 +82,7 @@ class RunResumer(FLComponent):
                 self.continue_run(status, fl_ctx)
 
     def continue_run(self, status: Status, fl_ctx: FLContext) -> None:
+        """Submit the job that ended once more, in its submitter's name."""
         manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
         job = manager.get_job(status.job, fl_ctx)
         meta = {key.value: job.meta[key.value] for key in CARRIED if key.value in job.meta}
@@ -107,14 +110,14 @@ CARRIED = (
 )
 
 
-class Jobs(SimpleJobDefManager):
+class JobStore(SimpleJobDefManager):
     """FLARE's job store, inside the server's own kit instead of the temporary folder."""
 
     def __init__(self) -> None:
         super().__init__(uri_root=str(Path.cwd() / "store" / "jobs"))
 
 
-class Snapshots(FilesystemStorage):
+class SnapshotStore(FilesystemStorage):
     """FLARE's snapshots, likewise."""
 
     def __init__(self) -> None:

@@ -61,10 +61,12 @@ def is_number(value: Any) -> bool:
 
 
 def is_true(value: Any) -> bool:
+    """A flag; one that is not set is not sent."""
     return value is True
 
 
 def is_problem(value: Any) -> bool:
+    """One of the fixed codes."""
     return isinstance(value, str) and value in PROBLEMS
 
 
@@ -154,6 +156,7 @@ class AllowList:
         )
 
     def is_metric(self, name: str) -> bool:
+        """A declared metric's name; where none are declared, a short plain one."""
         return bool(METRIC.fullmatch(name)) if self.metrics is None else name in self.metrics
 
 

@@ -92,6 +92,8 @@ class CheckpointFolder:
         return Checkpoint(0, 0, initial)
 
     def load(self, number: int, like: State) -> Checkpoint:
+        """The state after round `number`, on the device of `like`, whose shapes it must have; a StateFolderError if it
+        cannot be used."""
         path = self.path(number)
         try:
             with safe_open(path, "pt") as file:
@@ -114,9 +116,11 @@ class CheckpointFolder:
         return Checkpoint(int(header["round"]), int(header["steps"]), over_tensors(restored, like))
 
     def rounds(self) -> list[int]:
+        """The rounds whose state is here, oldest first."""
         return sorted(int(p.stem.removeprefix("round-")) for p in self.folder.glob("round-*.safetensors"))
 
     def path(self, number: int) -> Path:
+        """The file of the state after round `number`."""
         return self.folder / f"round-{number:06d}.safetensors"
 
 

@@ -37,10 +37,12 @@ class Message(NamedTuple):
 
     @property
     def kind(self) -> str:
+        """What it is: hello, train, update, …"""
         return str(self.fields["kind"])
 
     @property
     def round(self) -> int:
+        """The round it belongs to, from 1."""
         return int(self.fields["round"])
 
 

@@ -65,9 +65,11 @@ class Plan:
         return max(1, math.ceil(self.quorum * asked - 1e-9))
 
     def to_json(self) -> str:
+        """The plan as a job carries it."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
+        """The plan of `to_json`'s text, checked."""
         values = json.loads(text)
         return cls(**values | {"sites": tuple(values["sites"]), "labels": tuple(values["labels"])})

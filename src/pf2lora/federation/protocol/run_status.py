@@ -30,6 +30,7 @@ class Status:
 
 
 def run_folder(root: Path, name: str) -> Path:
+    """The folder of the run `name` in the server's kit `root`."""
     return root / "runs" / name
 
 

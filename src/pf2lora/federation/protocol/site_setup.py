@@ -1,4 +1,4 @@
-"""A site's work, built from its own files: `site.toml` says where its data, base model and state are."""
+"""What a site brings to a run, built from its own files: `site.toml` says where its data, base model and state are."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class SiteSetup:
 
     @property
     def layout(self) -> Layout:
+        """The common adapter, and which part of it may be sent."""
         return self.method.layout
 
 
@@ -119,6 +120,7 @@ def site_config(plan: Plan, file: Path) -> tuple[Config, SiteFile]:
 
 
 def state_folder(plan: Plan, file: Path) -> Path:
+    """Where a site keeps the state of this run, by its own file."""
     return file.parent / read_site_file(file).state / plan.name
 
 
