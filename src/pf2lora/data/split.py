@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from pf2lora.errors import UserError
 
+MINIMUM_ROWS = 4  # fewer cannot be split into something to learn from and something to be measured on
+
 T = TypeVar("T")
 Mask = NDArray[np.bool_]
 

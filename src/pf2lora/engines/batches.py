@@ -27,6 +27,11 @@ class Batch:
     full: bool = False
 
     @property
+    def length(self) -> int:
+        """The tokens of a row, padding included; 1 where rows are not made of tokens."""
+        return self.tensors["input_ids"].shape[1] if "input_ids" in self.tensors else 1
+
+    @property
     def mask(self) -> Tensor | None:
         """The attention mask, where there is anything to mask."""
         return None if self.full else self.tensors["attention_mask"]

@@ -24,6 +24,7 @@ class PerFedAvg(Bilevel):
     name: ClassVar[str] = "per-fedavg"
     label: ClassVar[str] = "Per-FedAvg-LoRA"
     draws: ClassVar[int] = 2
+    adapts_before_use: ClassVar[bool] = True
 
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         inner, outer = batches
