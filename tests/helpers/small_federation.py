@@ -23,8 +23,8 @@ from pf2lora.federation.protocol.state import StateFolder
 from pf2lora.federation.protocol.work import build, state_folder
 from pf2lora.federation.protocol.worker import SiteWork, Worker
 from pf2lora.run import trial as trials
-from pf2lora.run.config import from_dict
 from pf2lora.run.comparison import prepare
+from pf2lora.run.config import from_dict
 from pf2lora.run.evaluation import evaluation_rounds
 
 SITES = ("site-1", "site-2", "site-3", "site-4")

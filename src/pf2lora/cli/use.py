@@ -132,8 +132,9 @@ def export(
 
 def open_run(run: Path, method: str | None, device: str) -> LoadedRun:
     """The run's method, on a device."""
-    if not (run / "config.toml").is_file():  # a wrong folder is said before torch is loaded
-        raise UserError(f"{str(run)!r} is no run folder: it has no config.toml")
+    from pf2lora.run.config import config_file
+
+    config_file(run)  # a wrong folder is said before torch is loaded
     from pf2lora.cli.show import quiet_libraries
     from pf2lora.run.saved import load_run
 

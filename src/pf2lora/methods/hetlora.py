@@ -60,7 +60,9 @@ class HetLoRA(Method):
         r_max = max(entry.shape[0] for entry in run.layout.entries if entry.kind == "A")
         r_min = settings.get("r_min", min(run.rank, r_max))
         ranks = initial_ranks(run.clients, r_min, r_max)
-        return cls(run.layout, **settings | {"r_min": r_min, "ranks": tuple(ranks[k] for k in run.positions)})
+        return cls(
+            run.layout, **dict(settings) | {"r_min": r_min, "ranks": tuple(ranks[k] for k in run.positions)}
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()

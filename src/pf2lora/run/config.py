@@ -129,6 +129,15 @@ NAMED = {"model": ("model", "name"), "task": ("task", "name")}
 # --- from files and flags ----------------------------------------------------------------------------------
 
 
+def config_file(folder: Path) -> Path:
+    """The config of a run folder; an error says what the folder is instead."""
+    if not folder.is_dir():
+        raise UserError(f"there is no run folder {str(folder)!r}")
+    if not (folder / "config.toml").is_file():
+        raise UserError(f"{str(folder)!r} is no run folder: it has no config.toml")
+    return folder / "config.toml"
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The contents of a config file."""
     try:

@@ -17,7 +17,6 @@ import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -33,7 +32,6 @@ from pf2lora.run.config import Config
 from pf2lora.run.result import RoundRecord
 from pf2lora.run.trial import Outcome
 from pf2lora.run.workload import Workload
-from pf2lora.tasks.base import Task
 
 ADAPTER_FILES = (
     "common/adapter_*",
@@ -117,10 +115,10 @@ def named(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
 
 
 def save_client(
-    where: Path, model: TwoLevelModel, name: str, x: Tensor, y: Tensor, task: Task[Any, Any], base: str
+    where: Path, model: TwoLevelModel, name: str, x: Tensor, y: Tensor, peft_type: str | None, base: str
 ) -> None:
     """A client's PEFT folder, and its x and y as this package loads them again."""
-    save_peft(where / "clients" / name, model, x, y, task.peft_type, base)
+    save_peft(where / "clients" / name, model, x, y, peft_type, base)
     own = {f"y.{n}": t for n, t in named(model.y, y).items()} | {
         f"x.{n}": t for n, t in named(model.x, x).items()
     }
@@ -129,10 +127,10 @@ def save_client(
     write_bytes(folder / f"{name}.safetensors", save(own))
 
 
-def save_common(where: Path, model: TwoLevelModel, common: Tensor, task: Task[Any, Any], base: str) -> None:
+def save_common(where: Path, model: TwoLevelModel, common: Tensor, peft_type: str | None, base: str) -> None:
     """The common adapter: nothing of any client's own is in it."""
     y = torch.zeros(model.y.size)
-    save_peft(where / "common", model, common, y, task.peft_type, base)
+    save_peft(where / "common", model, common, y, peft_type, base)
     (where / "state").mkdir(parents=True, exist_ok=True)
     write_bytes(where / "state" / "common.safetensors", save(named(model.x, common)))
 
@@ -148,10 +146,12 @@ def save_outcome(out: Path, workload: Workload, asked: str, seed: int, outcome: 
     config, task, kind = workload.config, workload.task, METHODS[asked]
     where = place(out, config, kind.name)
     if outcome.common is not None:
-        save_common(where, outcome.model, outcome.common, task, config.model.name)
+        save_common(where, outcome.model, outcome.common, task.peft_type, config.model.name)
     if not kind.pooled:
         for k, name in enumerate(workload.names):
-            save_client(where, outcome.model, name, outcome.x[k], outcome.y[k], task, config.model.name)
+            save_client(
+                where, outcome.model, name, outcome.x[k], outcome.y[k], task.peft_type, config.model.name
+            )
     save_description(where, description(workload, asked, seed))
 
 

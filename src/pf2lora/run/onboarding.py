@@ -45,7 +45,7 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
     rates = {key: settings[key] for key in ("lr", "weight_decay")}
     newcomer = Newcomer(run.model.x, client_lr=settings["client_lr"], **rates)
     alone = Local(run.model.x, **rates)
-    fitting = Fitting(run, client, rounds or run.config.training.rounds)
+    fitting = Fitting(run, client, run.config.training.rounds if rounds is None else rounds)
     own_x, own_y = fitting.fit(newcomer, x, y)
     alone_x, _ = fitting.fit(alone, first_x, run.zero_y())  # D = C = 0: a plain LoRA of the common rank
     found = {
@@ -53,7 +53,9 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
         "own adapter on it": fitting.measure(own_x, own_y),
         "training alone": fitting.measure(alone_x, run.zero_y()),
     }
-    folder.save_client(run.where, run.model, name, own_x[0], own_y[0], run.task, run.config.model.name)
+    folder.save_client(
+        run.where, run.model, name, own_x[0], own_y[0], run.task.peft_type, run.config.model.name
+    )
     write_json(run.where / "clients" / name / "onboarding.json", found)
     folder.save_description(run.where, replace(saved, clients=[*saved.clients, name]))
     return found

@@ -77,11 +77,7 @@ class LoadedRun:
 
 def read_config(folder: Path) -> Config:
     """The config of a run folder."""
-    if not folder.is_dir():
-        raise UserError(f"there is no run folder {str(folder)!r}")
-    if not (folder / "config.toml").is_file():
-        raise UserError(f"{str(folder)!r} is no run folder: it has no config.toml")
-    return configs.from_toml(folder / "config.toml")
+    return configs.from_toml(configs.config_file(folder))
 
 
 def read_description(where: Path) -> SavedMethod:
