@@ -2,7 +2,7 @@
 
     python benchmarks/federation_overhead.py [--wire bfloat16]     # 4 sites, two layers of width 768, rank 32
 
-The overhead of a round is its time on the server minus the longest time a site spent inside the worker (local steps,
+The overhead of a round is its time on the server minus the longest time a site spent inside its session (local steps,
 evaluation, saving its state). Sites write that time to their own log.
 """
 
@@ -17,30 +17,29 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from flare_federation import flare
 from small_federation import LABELS, SITES, write_data, write_model
 
-from pf2lora.federation.protocol.coordinator import Coordinator
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.server import ServerSession
 
 TIMED = """
 import sys
 if "worker_process" in " ".join(sys.orig_argv):
     import json, os, time
-    from pf2lora.federation.protocol import wire
-    from pf2lora.federation.protocol import worker
-    answer = worker.Worker.answer
+    from pf2lora.federation.protocol import site
+    answer = site.SiteSession.answer
 
-    def timed(self, data):
+    def timed(self, request):
         began = time.perf_counter()
-        reply = answer(self, data)
+        reply = answer(self, request)
         with open(os.environ["TIMES"], "a") as file:
-            file.write(json.dumps([wire.decode(data).fields["round"], time.perf_counter() - began]) + "\\n")
+            file.write(json.dumps([request.round, time.perf_counter() - began]) + "\\n")
         return reply
 
-    worker.Worker.answer = timed
+    site.SiteSession.answer = timed
 """
 
 
@@ -59,17 +58,17 @@ def measure(root: Path, plan: Plan) -> dict[str, float]:
         run.wait(lambda: run.round() >= 1, 600, "the first round")
         first = time.perf_counter() - began
         run.wait(lambda: run.state() == "finished", 3600, "the end")
-    coordinator = Coordinator(plan, run.run)
+    session = ServerSession(plan, run.run)
     inside: dict[int, float] = {}
     for site in plan.sites:
         for line in (root / f"{site}.times").read_text().splitlines():
             number, seconds = json.loads(line)
             inside[number] = max(inside.get(number, 0.0), seconds)
-    rounds = [(r["seconds"], inside[r["round"]]) for r in coordinator.records[1:]]  # the first warms up
-    assert coordinator.common is not None
+    rounds = [(r["seconds"], inside[r["round"]]) for r in session.records[1:]]  # the first warms up
+    assert session.common is not None
     return {
-        "numbers": coordinator.common.numel(),
-        "bytes_per_site_and_round": statistics.mean(coordinator.records[-1]["bytes"].values()),
+        "numbers": session.common.numel(),
+        "bytes_per_site_and_round": statistics.mean(session.records[-1]["bytes"].values()),
         "seconds_until_connected": connected,
         "seconds_until_first_round": first,
         "round": statistics.median(r for r, _ in rounds),

@@ -13,6 +13,10 @@ class UserError(Exception):
     """
 
 
+class UnknownLabel(UserError):
+    """A row with a label that nobody trains on, or that a federation does not name."""
+
+
 def unknown(what: str, name: str, valid: Iterable[str]) -> UserError:
     """An error for a name that is not one of `valid`, with the nearest valid name."""
     names = list(valid)

@@ -80,17 +80,17 @@ def test_batches_of_one_step_have_one_length_and_the_same_rows() -> None:
     assert len(set(widths)) > 1  # or there was nothing to make alike
 
 
-def test_the_first_rows_of_each_client() -> None:
+def test_some_rows_of_each_client() -> None:
     batch = Batch(2, {"a": torch.arange(6), "b": torch.arange(12).view(6, 2)}, torch.tensor([1, 2]))
-    part = batch.first(2)
-    assert part.tensors["a"].tolist() == [0, 1, 3, 4] and part.tensors["b"].tolist() == [
+    part = batch.spread(2)
+    assert part.tensors["a"].tolist() == [0, 2, 3, 5] and part.tensors["b"].tolist() == [
         [0, 1],
-        [2, 3],
+        [4, 5],
         [6, 7],
-        [8, 9],
+        [10, 11],
     ]
     assert part.clients == 2 and part.key is batch.key
-    assert batch.first(3) is batch and batch.first(9) is batch
+    assert batch.spread(3) is batch and batch.spread(9) is batch
 
 
 def test_pooled_rows_are_everybodys() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_federation import SITES, local_run, make_plan, make_small
 
-from pf2lora.federation.protocol import wire
+from pf2lora.federation.protocol import messages
 from pf2lora.methods import METHODS
 from pf2lora.methods.bilevel import ROUNDOFF
 from pf2lora.run import trial as trials
@@ -36,11 +36,11 @@ def test_every_method_gives_the_local_engines_numbers(
     assert common.norm() > 0.1
     assert (small.coordinator.common - common).abs().max() <= 1e-5
     for k, site in enumerate(SITES):  # y and the served x of every site, too
-        rounds = small.workers[site].folder.rounds()
-        saved = small.workers[site].folder.load(rounds[-1], small.works[site].initial) if rounds else None
-        own = saved.state if saved else small.works[site].initial
+        rounds = small.sessions[site].folder.rounds()
+        saved = small.sessions[site].folder.load(rounds[-1], small.setups[site].initial) if rounds else None
+        own = saved.state if saved else small.setups[site].initial
         assert own.y.numel() == 0 or (own.y[0] - state.y[k]).abs().max() <= 1e-5
-        served = small.works[site].method.receive(own, small.coordinator.common)
+        served = small.setups[site].method.receive(own, small.coordinator.common)
         assert (served.x[0] - state.x[k]).abs().max() <= 1e-5
 
 
@@ -55,7 +55,7 @@ def test_a_site_leaves_the_second_order_term_out_where_the_local_engine_does(
     assert small.coordinator.common is not None
     assert (small.coordinator.common - common).abs().max() <= 1e-5
     for k, site in enumerate(SITES):
-        own = small.workers[site].folder.newest_before(99, small.works[site].initial).state
+        own = small.sessions[site].folder.newest_before(99, small.setups[site].initial).state
         assert own.opt.age[0] == state.opt.age[k] > 0  # it was left out, and a site remembers that
 
 
@@ -81,16 +81,16 @@ def test_hetlora_sites_send_and_get_only_their_ranks(tmp_path: Path) -> None:
     small.run()
     seen = set()
     for site, data in small.messages:
-        fields, tensors = wire.decode(data)
+        fields, tensors = messages.decode(data)
         if fields["kind"] != "update":
             continue
-        rounds = small.workers[site].folder.rounds()
+        rounds = small.sessions[site].folder.rounds()
         if fields["round"] == rounds[-1]:
-            saved = small.workers[site].folder.load(rounds[-1], small.works[site].initial)
+            saved = small.sessions[site].folder.load(rounds[-1], small.setups[site].initial)
             sent = sum(t.numel() for t in tensors.values())
-            assert [sent] == small.works[site].method.sent_numbers(saved.state)
+            assert [sent] == small.setups[site].method.sent_numbers(saved.state)
             seen.add(sent)
-            down = small.coordinator.for_site(site)
+            down = small.coordinator.common_for(site)
             assert sum(t.numel() for t in down.values()) == sent
     assert len(seen) > 1  # the payloads differ
 
@@ -101,7 +101,9 @@ def test_bfloat16_halves_the_bytes_and_stays_close(tmp_path: Path) -> None:
         plan = make_plan("pf2lora", wire=name)
         small = make_small(tmp_path / name, plan)
         small.run()
-        totals.append(sum(sum(t.nbytes for t in wire.decode(d).tensors.values()) for _, d in small.messages))
+        totals.append(
+            sum(sum(t.nbytes for t in messages.decode(d).tensors.values()) for _, d in small.messages)
+        )
         commons.append(small.coordinator.common)
     assert totals[1] * 2 == totals[0]
     assert 0 < (commons[0] - commons[1]).norm() / commons[0].norm() < 0.05

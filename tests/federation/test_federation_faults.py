@@ -11,11 +11,11 @@ import torch
 from small_federation import LABELS, SITES, Small, make_plan, make_small, write_model, write_site_file
 
 from pf2lora.errors import UserError
-from pf2lora.federation.protocol import wire
-from pf2lora.federation.protocol.coordinator import Coordinator
-from pf2lora.federation.protocol.files import StateFolderError
+from pf2lora.federation.protocol import messages
+from pf2lora.federation.protocol.allow_list import read_request
+from pf2lora.federation.protocol.checkpoints import CheckpointFolder, StateFolderError
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.state import StateFolder
+from pf2lora.federation.protocol.server import ServerSession
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,13 +35,13 @@ def test_a_server_that_lost_a_round_takes_the_sites_back_with_it(tmp_path: Path)
     broken.ask(
         broken.coordinator.requests(list(SITES), set())
     )  # round 2 is trained and saved; its answers are lost
-    assert broken.workers["site-1"].folder.rounds() == [1, 2]
-    for worker in broken.workers.values():
-        assert worker.folder.lock is not None
-        worker.folder.lock.close()
+    assert broken.sessions["site-1"].folder.rounds() == [1, 2]
+    for session in broken.sessions.values():
+        assert session.folder.lock is not None
+        session.folder.lock.close()
     broken.start_server()
     assert broken.coordinator.done == 1
-    broken.workers = {site: broken.start_site(site) for site in SITES}
+    broken.sessions = {site: broken.start_site(site) for site in SITES}
     broken.run()
     assert torch.equal(broken.coordinator.common, straight.coordinator.common)  # type: ignore[arg-type]
 
@@ -50,22 +50,22 @@ def test_a_run_is_resumed_with_its_own_plan_only(tmp_path: Path) -> None:
     plan = make_plan("homlora")
     make_small(tmp_path, plan).run()
     longer = replace(plan, config=dict(plan.config) | {"rounds": 5}, deadline=9)
-    assert Coordinator(longer, tmp_path / "server").done == 3
+    assert ServerSession(longer, tmp_path / "server").done == 3
     for other in (replace(plan, config=dict(plan.config) | {"lr": 1.0}), replace(plan, sites=SITES[:3])):
         with pytest.raises(UserError, match=r"the run .trial. exists with another (config|sites)"):
-            Coordinator(other, tmp_path / "server")
+            ServerSession(other, tmp_path / "server")
 
 
 def test_a_site_that_was_away_returns_with_its_own_state(tmp_path: Path) -> None:
     small = make_small(tmp_path, make_plan("pf2lora", config={"rounds": 4}))
     small.greet()
     small.round()
-    before = small.workers["site-2"].latest
+    before = small.sessions["site-2"].latest
     record = small.round(["site-1", "site-3", "site-4"])
     assert record["missing"] == ["site-2"]
-    small.workers["site-2"].latest = None  # a new process
+    small.sessions["site-2"].latest = None  # a new process
     small.round()
-    after = small.workers["site-2"].latest
+    after = small.sessions["site-2"].latest
     assert before is not None and after is not None
     assert (after.round, after.steps) == (3, 4)
     assert int(after.state.opt.step[0]) == 4  # its own steps, not the federation's
@@ -74,7 +74,7 @@ def test_a_site_that_was_away_returns_with_its_own_state(tmp_path: Path) -> None
 def test_states_are_kept_for_a_few_rounds_only(tmp_path: Path) -> None:
     small = make_small(tmp_path, make_plan("homlora", config={"rounds": 6}))
     small.run()
-    assert small.workers["site-1"].folder.rounds() == [4, 5, 6]
+    assert small.sessions["site-1"].folder.rounds() == [4, 5, 6]
     assert len(list((tmp_path / "server").glob("round-*.safetensors"))) == 2
 
 
@@ -85,21 +85,21 @@ def test_a_full_disk_stops_the_site_with_one_line(small: Small, monkeypatch: pyt
     request = small.coordinator.requests(["site-1"], set())["site-1"]
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(StateFolderError, match="is full") as caught:
-        small.workers["site-1"].answer(request)
+        small.sessions["site-1"].answer(read_request(request))
     assert caught.value.code == "disk-full"
-    assert small.workers["site-1"].folder.rounds() == []
-    assert not list(small.workers["site-1"].folder.folder.glob("*.partial"))
+    assert small.sessions["site-1"].folder.rounds() == []
+    assert not list(small.sessions["site-1"].folder.folder.glob("*.partial"))
 
 
 def test_an_unusable_state_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StateFolderError, match="cannot be written") as caught:
-        StateFolder(tmp_path / "file" / "state", "trial").open()
+        CheckpointFolder(tmp_path / "file" / "state", "trial").open()
     assert caught.value.code == "unwritable"
-    first = StateFolder(tmp_path / "state", "trial")
+    first = CheckpointFolder(tmp_path / "state", "trial")
     first.open()
     with pytest.raises(StateFolderError, match="in use by another process"):
-        StateFolder(tmp_path / "state", "trial").open()
+        CheckpointFolder(tmp_path / "state", "trial").open()
 
 
 # --- what does not fit together -----------------------------------------------------------------------------
@@ -133,9 +133,9 @@ def fresh(root: Path, small: Small) -> dict[str, Path]:
     ],
 )
 def test_sites_that_do_not_fit_are_named(small: Small, key: str, value: Any, line: str) -> None:
-    facts = {"kind": "hello", "round": 1} | small.works["site-2"].facts | {key: value}
+    facts = {"kind": "hello", "round": 1} | small.setups["site-2"].facts | {key: value}
     with pytest.raises(UserError, match=line):
-        small.coordinator.welcome("site-2", wire.encode(facts))
+        small.coordinator.register("site-2", messages.encode(facts))
 
 
 def test_a_label_that_nobody_named_is_the_sites_own_error(tmp_path: Path) -> None:
@@ -155,7 +155,11 @@ def test_a_label_that_nobody_named_is_the_sites_own_error(tmp_path: Path) -> Non
         ({"quorum": 1.5}, "quorum is 1.5"),
         ({"norm_limit": 1.0}, "norm_limit is 1.0"),
         ({"wire": "int8"}, "wire is 'int8'"),
-        ({"method": "centralized"}, "no federation"),
+        ({"method": "centralized"}, r"no federation; run it with `pf2lora train`"),
+        ({"method": "centralised"}, "did you mean 'centralized'"),
+        ({"sites": ("a", "b.c")}, "site name 'b.c'"),
+        ({"sites": ("a", "Server")}, "taken by the federation itself"),
+        ({"name": "my run"}, "run name 'my run'"),
     ],
 )
 def test_a_plan_that_cannot_be_is_one_line(changes: dict[str, Any], line: str) -> None:

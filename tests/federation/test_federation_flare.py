@@ -31,14 +31,15 @@ from safetensors.torch import load_file
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
-from pf2lora.federation.protocol.coordinator import Coordinator
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.run.folder import load_run
 
 
-def rehearse_command(root: Path, rounds: int, sites: int = 2) -> list[str]:
+def rehearse_command(root: Path, rounds: int, clients: tuple[str, ...] = SITES[:2]) -> list[str]:
     """`pf2lora federation rehearse` on small files."""
     write_model(root / "model")
-    write_data(root, SITES[:sites])
+    write_data(root, clients)
     values = settings(rounds=rounds)
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in values.items()]
     files = ["--clients", str(root / "train"), "--test", str(root / "test"), "--model", str(root / "model")]
@@ -57,11 +58,14 @@ def leftovers(root: Path) -> list[str]:
 
 
 def test_a_rehearsal_leaves_a_run_folder_with_the_local_engines_numbers(tmp_path: Path) -> None:
+    """Its clients have names that no site may have."""
+    names = ("Clinic A", "Klinik Süd")
     done = subprocess.run(
-        rehearse_command(tmp_path, 3), capture_output=True, text=True, timeout=240, check=False
+        rehearse_command(tmp_path, 3, names), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "round 3 of 3: 2 answered (site-1, site-2)" in done.stderr
+    assert "client 'Clinic A' takes part as site 'clinic-a'" in done.stderr
+    assert "round 3 of 3: 2 answered (clinic-a, klinik-sud)" in done.stderr
     assert "deadline 60 s, quorum 0.5" in done.stderr
     out = tmp_path / "run"
     _, common, trial = local_run(tmp_path, make_plan("pf2lora", SITES[:2]))
@@ -69,9 +73,11 @@ def test_a_rehearsal_leaves_a_run_folder_with_the_local_engines_numbers(tmp_path
     flat = trial.model.x.pack({name: t[None] for name, t in saved.items()})[0]
     assert (flat - common).abs().max() <= 1e-5
     result = json.loads((out / "result.json").read_text())
+    assert [client["name"] for client in result["clients"]] == list(names)
     assert result["methods"]["pf2lora"]["runs"][0]["served"]["accuracy"]["mean"] is not None
     assert (out / "report.html").exists()
-    assert {p.name for p in (out / "clients").iterdir()} == {"site-1", "site-2"}
+    assert {p.name for p in (out / "clients").iterdir()} == set(names)
+    assert load_run(out, device="cpu").client("Klinik Süd")[1].abs().max() > 0
     keys = list((out / "federation").rglob("*.key"))
     assert len(keys) == 4
     assert all(stat.S_IMODE(key.stat().st_mode) == 0o600 for key in keys)
@@ -82,7 +88,7 @@ def test_a_rehearsal_leaves_a_run_folder_with_the_local_engines_numbers(tmp_path
 
 
 def last_common(run: Flare) -> torch.Tensor:
-    common = Coordinator(run.plan, run.run).common
+    common = ServerSession(run.plan, run.run).common
     assert common is not None
     return common
 
@@ -118,14 +124,14 @@ def test_a_killed_site_is_waited_for_once_and_comes_back(tmp_path: Path) -> None
         at = run.round() + 1
         run.wait(lambda: run.says("site-2 did not answer round"), 60, "the deadline")
         run.wait(lambda: run.round() >= at + 3, 60, "three more rounds")
-        records = Coordinator(plan, run.run).records
+        records = ServerSession(plan, run.run).records
         waited = [r["round"] for r in records if r["seconds"] >= 9]
         assert len(waited) == 1  # later rounds did not wait
         state = tmp_path / "state" / "site-2" / plan.name
         had = max(int(p.stem.split("-")[1]) for p in state.glob("round-*"))
         run.start("site-2")
         run.wait(lambda: run.state() == "finished", 240, "the end")
-        records = Coordinator(plan, run.run).records
+        records = ServerSession(plan, run.run).records
         with_it = [r["round"] for r in records if "site-2" in r["answered"]]
         assert max(with_it) == 25
         steps = [
@@ -152,7 +158,7 @@ def test_a_killed_job_process_is_started_again_and_rejoins_the_same_job(tmp_path
         run.wait(lambda: run.round() >= 2, 120, "round 2")
         run.kill_job("site-2")
         run.wait(lambda: run.state() == "finished", 240, "the end")
-        assert "site-2" in Coordinator(plan, run.run).records[-1]["answered"]
+        assert "site-2" in ServerSession(plan, run.run).records[-1]["answered"]
         assert json.loads((run.run / "status.json").read_text())["job"] == job
 
 
@@ -166,7 +172,7 @@ def test_a_killed_server_resumes_and_the_result_is_the_same(tmp_path: Path) -> N
         run.wait(lambda: run.round() >= 4, 120, "round 4")
         time.sleep(0.4)  # in the middle of a round: some sites have saved it, the server has not
         run.kill("server")
-        finished = Coordinator(plan, run.run).done
+        finished = ServerSession(plan, run.run).done
         assert finished >= 4
         run.start("server")
         began = time.time()
@@ -177,7 +183,7 @@ def test_a_killed_server_resumes_and_the_result_is_the_same(tmp_path: Path) -> N
         run.submit()
         run.wait(lambda: run.state() == "finished", 240, "the end")
         assert run.says(f"rounds {finished + 1} to 12")
-        records = Coordinator(plan, run.run).records
+        records = ServerSession(plan, run.run).records
         assert [r["round"] for r in records] == list(range(1, 13))
         assert all(r["answered"] == list(plan.sites) for r in records)
         assert torch.equal(last_common(run), undisturbed(tmp_path, plan))
@@ -222,8 +228,8 @@ def test_a_site_that_cannot_save_stops_with_one_line_and_the_others_go_on(tmp_pa
             run.submit()
             run.wait(lambda: run.state() == "finished", 240, "the end")
             assert run.says("site-2 is left out: the disk of its state folder is full")
-            assert "is full: free some space, then start the site again" in run.log("site-2")
-            assert Coordinator(plan, run.run).records[-1]["answered"] == ["site-1", "site-3"]
+            assert "is full: free some space, then start again" in run.log("site-2")
+            assert ServerSession(plan, run.run).records[-1]["answered"] == ["site-1", "site-3"]
     finally:
         subprocess.run(["umount", str(small)], check=False)
 
@@ -246,7 +252,7 @@ def test_ctrl_c_ends_everything_and_the_same_command_resumes(tmp_path: Path) -> 
     rounds = [line for line in again.stderr if line.startswith("round ")]
     assert again.wait(timeout=60) == 0
     assert 5 < int(rounds[0].split()[1]) < 200
-    assert len(Coordinator(*unfinished(tmp_path)).records) == 200
+    assert len(ServerSession(*unfinished(tmp_path)).records) == 200
 
 
 def unfinished(root: Path) -> tuple[Plan, Path]:

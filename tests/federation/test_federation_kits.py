@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
+import re
 import socket
 import stat
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -21,7 +25,7 @@ from pf2lora.errors import UserError
 from pf2lora.federation.flare.admin import session, write_job
 from pf2lora.federation.flare.processes import check_port, open_kit, start
 from pf2lora.federation.flare.provision import Project, provision, read_project
-from pf2lora.federation.protocol.work import read_site_file
+from pf2lora.federation.protocol.site_setup import read_site_file
 
 MEMBER = "guest@example.org"
 
@@ -47,7 +51,7 @@ def test_kits_are_hardened(kits: dict[str, Path]) -> None:
     for name in ("clinic-a", "clinic-b"):
         local = kits[name] / "local"
         resources = json.loads((local / "resources.json").read_text())
-        assert resources["class_allow_list"] == ["pf2lora.federation.flare.executor.Site"]
+        assert resources["class_allow_list"] == ["pf2lora.federation.flare.executor.SiteExecutor"]
         assert resources["class_list_enforcement_mode"] == "enforce"
         assert resources["allow_log_streaming"] is False
         assert not any("log_stream" in c["path"] for c in resources["components"])
@@ -83,6 +87,8 @@ def test_a_job_carries_a_plan_and_nothing_else(tmp_path: Path) -> None:
         ('name = "t"\nhost = "h"\nsites = []', "names no sites"),
         ('name = "t"\nhost = "h"', "sites is missing"),
         ('name = "t"\nhost = "h"\nsites = ["a b"]', "site name 'a b'"),
+        ('name = "t"\nhost = "h"\nsites = ["a.b"]', "site name 'a.b'"),
+        ('name = "t"\nhost = "h"\nsites = ["authority"]', "taken by the federation itself"),
         ('name = "t"\nhost = "h"\nsites = ["a"]\nprot = 1', "did you mean 'port'"),
         ('name = "t"\nhost = "h"\nsites = ["a"]\nport = 0', "port is 0"),
         ('name = "t"\nhost = "h"\nsites = ["a"]\nlead = "me"', "use an e-mail address"),
@@ -202,3 +208,30 @@ def test_commands_check_their_input_before_they_do_anything(tmp_path: Path, kits
         app, ["provision", str(tmp_path / "project.toml"), "--out", str(tmp_path / "kits")]
     )
     assert made.exit_code == 0 and "a: " in made.output and "authority" in made.output
+
+
+def test_every_class_that_a_kit_or_a_job_names_is_there(tmp_path: Path, kits: dict[str, Path]) -> None:
+    """They are names in files: nothing else tells when a class has moved."""
+    write_job(make_plan("pf2lora"), tmp_path)
+    files = [
+        *tmp_path.rglob("*.json"),
+        *kits["server"].glob("local/*.json"),
+        *kits["clinic-a"].glob("local/*.json"),
+    ]
+    named = {name for file in files for name in re.findall(r'"(pf2lora(?:\.\w+)+)"', file.read_text())}
+    assert len(named) == 7
+    for name in named:
+        module, _, kind = name.rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), kind), type), name
+
+
+def test_the_protocol_names_no_flare() -> None:
+    for file in Path(federation.__file__).parent.glob("protocol/*.py"):
+        assert not re.search(r"(from|import) (nvflare|pf2lora\.federation\.flare)", file.read_text()), file
+
+
+@pytest.mark.parametrize("module", ["resumer", "launcher", "admin", "provision", "processes"])
+def test_main_processes_load_no_torch(module: str) -> None:
+    """FLARE's main processes live as long as the machine; the model's are the jobs' processes."""
+    line = f"import sys, pf2lora.federation.flare.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", line], check=False).returncode == 0

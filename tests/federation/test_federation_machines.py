@@ -16,9 +16,9 @@ from small_federation import local_run, write_data, write_model, write_site_file
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
 
-from pf2lora.federation.protocol import runs
-from pf2lora.federation.protocol.coordinator import Coordinator
+from pf2lora.federation.protocol import run_status
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.server import ServerSession
 
 MACHINES = {"server": "10.77.0.1", "clinic-a": "10.77.0.2", "clinic-b": "10.77.0.3", "lead": "10.77.0.4"}
 SWITCH = "pf2lora-switch"
@@ -94,7 +94,7 @@ def test_the_guide_on_separate_machines(tmp_path: Path, machines: None) -> None:
                     command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
                 )
             )
-        wait(lambda: all((kits / "server" / runs.SITES / s).exists() for s in sites), 120, "the sites")
+        wait(lambda: all((kits / "server" / run_status.SITES / s).exists() for s in sites), 120, "the sites")
         values = {
             "rounds": 4,
             "steps": 2,
@@ -108,11 +108,11 @@ def test_the_guide_on_separate_machines(tmp_path: Path, machines: None) -> None:
         lead = ["--kit", str(kits / "lead@pf2lora.local")]
         said = ask("lead", "submit", *lead, "--sites", "clinic-a,clinic-b", "--labels", "neg,pos", *flags)
         assert "deadline 60 s a round, quorum 0.5" in said
-        folder = runs.run_folder(kits / "server", "run")
-        wait(lambda: (s := runs.read_status(folder)) and s.state == "finished", 200, "the end")
+        folder = run_status.run_folder(kits / "server", "run")
+        wait(lambda: (s := run_status.read_status(folder)) and s.state == "finished", 200, "the end")
         assert "run" in ask("lead", "status", *lead)
         plan = Plan.from_json((folder / "plan.json").read_text())
-        found = Coordinator(plan, folder)
+        found = ServerSession(plan, folder)
         assert [r["answered"] for r in found.records] == [list(sites)] * 4
         _, common, _ = local_run(tmp_path, plan)
         assert found.common is not None
@@ -132,11 +132,11 @@ def test_the_guide_on_separate_machines(tmp_path: Path, machines: None) -> None:
             "--rounds",
             "5000",
         )
-        folder = runs.run_folder(kits / "server", "long")
-        wait(lambda: (s := runs.read_status(folder)) and s.round >= 2, 120, "two rounds")
+        folder = run_status.run_folder(kits / "server", "long")
+        wait(lambda: (s := run_status.read_status(folder)) and s.round >= 2, 120, "two rounds")
         assert "of 5000" in ask("lead", "status", *lead)
         assert "is stopped" in ask("lead", "stop", "long", *lead)
-        wait(lambda: (s := runs.read_status(folder)) and s.state == "stopped", 60, "the stop")
+        wait(lambda: (s := run_status.read_status(folder)) and s.state == "stopped", 60, "the stop")
     finally:
         for process in started:
             process.terminate()

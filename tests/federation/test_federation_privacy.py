@@ -21,10 +21,10 @@ from flare_federation import GUEST, LEAD, flare
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
-from pf2lora.federation.protocol.coordinator import Coordinator
+from pf2lora.federation.protocol.checkpoints import CheckpointFolder
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.state import StateFolder
-from pf2lora.federation.protocol.work import build
+from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.federation.protocol.site_setup import build
 
 # --- only x leaves ------------------------------------------------------------------------------------------
 
@@ -34,13 +34,13 @@ if "worker_process" in " ".join(sys.orig_argv):
     import json
     from safetensors.torch import save
     from nvflare.apis.shareable import Shareable
-    from pf2lora.federation.flare import executor as site
-    from pf2lora.federation.protocol import wire
-    from pf2lora.federation.protocol import worker
-    answer, execute = worker.Worker.answer, site.Site.execute
+    from pf2lora.federation.flare import executor
+    from pf2lora.federation.protocol import messages
+    from pf2lora.federation.protocol import site
+    answer, execute = site.SiteSession.answer, executor.SiteExecutor.execute
 
-    def leaking(self, data):
-        fields, tensors = wire.decode(reply := answer(self, data))
+    def leaking(self, request):
+        fields, tensors = messages.decode(reply := answer(self, request))
         state, number = self.latest and self.latest.state, fields["round"]
         if fields["kind"] != "update":
             return reply
@@ -51,19 +51,19 @@ if "worker_process" in " ".join(sys.orig_argv):
         elif number == 3:
             fields["text"] = "w1 w2 w3"
         elif number == 4:
-            return save(tensors, metadata={wire.FIELDS: json.dumps(fields), "note": "w1 w2 w3"})
-        return wire.encode(fields, tensors)
+            return save(tensors, metadata={messages.FIELDS: json.dumps(fields), "note": "w1 w2 w3"})
+        return messages.encode(fields, tensors)
 
     def telling(self, task, shareable, fl_ctx, abort):
         reply = execute(self, task, shareable, fl_ctx, abort)
-        number = wire.decode(shareable[site.BODY]).fields["round"]
+        number = messages.decode(shareable[executor.BODY]).fields["round"]
         if number == 5:
             reply["more"] = "w1 w2 w3"
         if number == 6:
             reply.set_header("more", "w1 w2 w3")
         return reply
 
-    worker.Worker.answer, site.Site.execute = leaking, telling
+    site.SiteSession.answer, executor.SiteExecutor.execute = leaking, telling
 """
 
 
@@ -78,7 +78,7 @@ def test_what_is_not_declared_is_refused_at_the_site_and_the_run_says_so(tmp_pat
         run.start(*plan.sites)
         run.submit()
         run.wait(lambda: run.state() == "finished", 180, "the end")
-        for record in Coordinator(plan, run.run).records:
+        for record in ServerSession(plan, run.run).records:
             leaked = record["round"] <= 6
             assert ("site-2" in record["refused"]) == leaked, record
             assert ("site-2" in record["answered"]) != leaked
@@ -147,12 +147,12 @@ def test_no_tensor_of_y_crosses_the_wire(tmp_path: Path) -> None:
         run.submit()
         run.wait(lambda: run.state() == "finished", 180, "the end")
         sent = bytes(tap.up)
-        work = build(plan, run.kits["site-1"] / "local" / "site.toml", "site-1")
-        folder = StateFolder(tmp_path / "state" / "site-1" / plan.name, plan.name)
-        model = work.F.args[0]  # type: ignore[attr-defined]
+        setup = build(plan, run.kits["site-1"] / "local" / "site.toml", "site-1")
+        folder = CheckpointFolder(tmp_path / "state" / "site-1" / plan.name, plan.name)
+        model = setup.F.args[0]  # type: ignore[attr-defined]
         assert folder.rounds() == [1, 2, 3]
         for number in folder.rounds():
-            state = folder.load(number, work.initial).state
+            state = folder.load(number, setup.initial).state
             for name, tensor in model.y.unpack(state.y).items():
                 assert tensor.abs().max() > 0
                 assert tensor.flatten()[:4].numpy().tobytes() not in sent, name
@@ -239,7 +239,7 @@ def test_a_job_with_code_or_with_another_class_does_not_run(
         else:
             file = job / "app" / "config" / "config_fed_client.json"
             other = "nvflare.app_common.np.np_trainer.NPTrainer"
-            file.write_text(file.read_text().replace("pf2lora.federation.flare.executor.Site", other))
+            file.write_text(file.read_text().replace("pf2lora.federation.flare.executor.SiteExecutor", other))
         return job
 
     monkeypatch.setattr(admin, "write_job", tampered)

@@ -17,7 +17,7 @@ from small_federation import write_data, write_model, write_site_file
 
 from pf2lora.federation.flare import admin, processes
 from pf2lora.federation.flare.provision import Project, provision
-from pf2lora.federation.protocol import runs
+from pf2lora.federation.protocol import run_status
 from pf2lora.federation.protocol.plan import Plan
 
 LEAD, GUEST = "lead@pf2lora.local", "guest@pf2lora.local"
@@ -35,7 +35,7 @@ class Flare:
 
     @property
     def run(self) -> Path:
-        return runs.run_folder(self.kits["server"], self.plan.name)
+        return run_status.run_folder(self.kits["server"], self.plan.name)
 
     def start(self, *names: str) -> None:
         """Start participants and wait until they are there."""
@@ -46,7 +46,7 @@ class Flare:
                 self.started[name] = processes.start(processes.open_kit(self.kits[name]), log, settings)
         for name in names:
             if name != "server":
-                file = self.kits["server"] / runs.SITES / name
+                file = self.kits["server"] / run_status.SITES / name
                 self.wait(lambda f=file: f.exists() and f.stat().st_mtime >= began, 90, f"{name} to register")
 
     def submit(self) -> str:
@@ -59,17 +59,17 @@ class Flare:
             time.sleep(0.1)
 
     def said(self) -> list[str]:
-        return runs.said(self.run)
+        return run_status.read_lines(self.run)
 
     def says(self, words: str) -> bool:
         return any(words in line for line in self.said())
 
     def round(self) -> int:
-        status = runs.read_status(self.run)
+        status = run_status.read_status(self.run)
         return status.round if status else 0
 
     def state(self) -> str:
-        status = runs.read_status(self.run)
+        status = run_status.read_status(self.run)
         return status.state if status else ""
 
     def log(self, name: str) -> str:

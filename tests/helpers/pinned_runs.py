@@ -122,9 +122,9 @@ def in_federation(
 
 
 def numbers_in(data: bytes) -> int:
-    from pf2lora.federation.protocol import wire
+    from pf2lora.federation.protocol import messages
 
-    return sum(t.numel() for t in wire.decode(data).tensors.values())
+    return sum(t.numel() for t in messages.decode(data).tensors.values())
 
 
 def projections(tensors: dict[str, torch.Tensor]) -> list[float]:

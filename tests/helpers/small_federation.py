@@ -15,13 +15,13 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 
 from pf2lora.core.method import State
 from pf2lora.engines.local import Schedule, train
-from pf2lora.federation.protocol import wire
-from pf2lora.federation.protocol.allow_list import Guard
-from pf2lora.federation.protocol.coordinator import Coordinator
+from pf2lora.federation.protocol import messages
+from pf2lora.federation.protocol.allow_list import AllowList, read_request
+from pf2lora.federation.protocol.checkpoints import CheckpointFolder
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.state import StateFolder
-from pf2lora.federation.protocol.work import build, state_folder
-from pf2lora.federation.protocol.worker import SiteWork, Worker
+from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.federation.protocol.site import SiteSession
+from pf2lora.federation.protocol.site_setup import SiteSetup, build, state_folder
 from pf2lora.run import trial as trials
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_dict
@@ -72,13 +72,20 @@ def write_data(folder: Path, sites: tuple[str, ...] = SITES) -> None:
 
 
 def write_site_file(
-    path: Path, root: Path, site: str, model: Path | None = None, state: Path | None = None
+    path: Path,
+    root: Path,
+    site: str,
+    model: Path | None = None,
+    state: Path | None = None,
+    client: str | None = None,
 ) -> Path:
-    """The file a site says where its things are in."""
+    """The file a site says where its things are in; `client` is its client's name, where it has another."""
+    name, rows = f'name = "{client}"\n' if client else "", client or site
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        f'model = "{model or root / "model"}"\nstate = "{state or root / "state" / site}"\ndevice = "cpu"\n'
-        f'[data]\nclients = ["{root / "train" / site}.jsonl"]\ntest = ["{root / "test" / site}.jsonl"]\n'
+        f'{name}model = "{model or root / "model"}"\nstate = "{state or root / "state" / site}"\ndevice = "cpu"\n'
+        f'[data]\nclients = ["{root / "train" / rows}.jsonl"]\ntest = ["{root / "test" / rows}.jsonl"]\n',
+        encoding="utf8",
     )
     return path
 
@@ -104,46 +111,47 @@ def make_plan(method: str = "pf2lora", sites: tuple[str, ...] = SITES, **changes
 
 @dataclass
 class Small:
-    """Coordinator and workers in one process. Every message passes the wire format and the allow-list."""
+    """The server's session and the sites' in one process. Every message passes the wire format and the allow-list."""
 
     plan: Plan
     root: Path
     files: dict[str, Path]
-    works: dict[str, SiteWork] = field(default_factory=dict)
+    setups: dict[str, SiteSetup] = field(default_factory=dict)
     tamper: Callable[[str, bytes], bytes] = lambda site, data: data
     messages: list[tuple[str, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for site, file in self.files.items():
-            self.works[site] = build(self.plan, file, site)
+            self.setups[site] = build(self.plan, file, site)
         self.start_server()
-        self.workers = {site: self.start_site(site) for site in self.files}
+        self.sessions = {site: self.start_site(site) for site in self.files}
 
     def start_server(self) -> None:
         """A server, from what is on its disk."""
-        self.coordinator = Coordinator(self.plan, self.root / "server")
+        self.coordinator = ServerSession(self.plan, self.root / "server")
 
-    def start_site(self, site: str) -> Worker:
+    def start_site(self, site: str) -> SiteSession:
         """A site, from what is on its disk."""
-        folder = StateFolder(state_folder(self.plan, self.files[site]), self.plan.name)
+        folder = CheckpointFolder(state_folder(self.plan, self.files[site]), self.plan.name)
         folder.open()
-        return Worker(self.works[site], folder, self.plan.run.steps, wire.dtype_named(self.plan.wire))
+        return SiteSession(
+            self.setups[site], folder, self.plan.run.steps, messages.dtype_named(self.plan.wire)
+        )
 
     def ask(self, requests: dict[str, bytes]) -> dict[str, bytes]:
         """The sites' answers, as far as their allow-lists let them out."""
         answers = {}
         for site, request in requests.items():
-            work = self.works[site]
-            answer = self.workers[site].answer(request)
-            Guard(work.layout, work.metrics, wire.dtype_named(self.plan.wire)).check(answer)
+            setup = self.setups[site]
+            answer = self.sessions[site].answer(read_request(request))
+            AllowList(setup.layout, setup.metrics, messages.dtype_named(self.plan.wire)).check(answer)
             self.messages.append((site, answer))
             answers[site] = self.tamper(site, answer)
         return answers
 
     def greet(self) -> None:
-        hello = wire.encode({"kind": "hello", "round": self.coordinator.done + 1})
-        for site, answer in self.ask(dict.fromkeys(self.files, hello)).items():
-            self.coordinator.welcome(site, answer)
+        for site, answer in self.ask(dict.fromkeys(self.files, self.coordinator.hello())).items():
+            self.coordinator.register(site, answer)
 
     def round(self, present: list[str] | None = None) -> dict[str, Any]:
         """One round; `present` are those who answer."""
@@ -156,7 +164,7 @@ class Small:
         self.greet()
         while self.coordinator.done < self.plan.run.rounds:
             self.round()
-        self.coordinator.finish(self.ask(self.coordinator.farewell(list(self.files))))
+        self.coordinator.finish(self.ask(self.coordinator.finish_requests(list(self.files))))
 
 
 def make_small(root: Path, plan: Plan, **changes: Any) -> Small:

@@ -11,7 +11,7 @@ from little_world import World, make_world
 from tiny import Problem, regression_problem, tiny_problem
 
 import pf2lora
-from pf2lora.core.hypergradient import bilevel
+from pf2lora.core.hypergradient import Shift, bilevel
 from pf2lora.core.method import Method, over_tensors, take
 from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.errors import UserError
@@ -82,7 +82,7 @@ def test_in_16_bits_the_difference_measures_the_term_and_not_rounding() -> None:
     batches = [p.source.draw([0, 1, 2], [i] * 3) for i in (0, 1)]
     alpha, method = 1e-3, PF2LoRA(p.layout, precision="bfloat16")
 
-    def share(mode: str, shift: torch.Tensor | None = None) -> torch.Tensor:
+    def share(mode: str, shift: Shift | None = None) -> torch.Tensor:
         inner, outer = batches
         found = bilevel(p.F, p.x, p.y, alpha, mode, inner, outer, outer, inner, shift).share
         assert found is not None

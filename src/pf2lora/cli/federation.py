@@ -15,7 +15,7 @@ from pf2lora.errors import UserError
 
 app = typer.Typer(help="Federate across machines (NVIDIA FLARE).", no_args_is_help=True)
 
-RULES = "How the server treats silence and nonsense"
+RULES = "Timeouts and update checks"
 Deadline = Annotated[
     float, typer.Option("--deadline", help="Seconds a round waits for its sites.", rich_help_panel=RULES)
 ]
@@ -92,6 +92,7 @@ def rehearsal_config(settings: dict[str, Any], file: Path | None, sites: int | N
 
 
 def tell(line: str) -> None:
+    """Progress, on standard error: standard output is for results."""
     typer.echo(line, err=True)
 
 

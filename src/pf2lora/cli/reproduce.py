@@ -1,20 +1,27 @@
-"""`pf2lora reproduce`: the paper's two small experiments, on any machine in a minute."""
+"""`pf2lora reproduce`: the paper's two small experiments, on any machine in minutes."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from pf2lora.atomic import write_text
 from pf2lora.errors import UserError
+
+if TYPE_CHECKING:
+    from pf2lora.reproduce.summary import Quartiles, Summary
 
 app = typer.Typer(help="The paper's synthetic experiment and its theorem.", no_args_is_help=True)
 
-POINTS = {"served": "served", "before_averaging": "before avg."}
+POINTS = {"served": "served", "before_averaging": "before"}
 
 Seed = Annotated[int, typer.Option("--seed", help="The first seed.")]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, from --seed on.")]
@@ -36,19 +43,32 @@ def synthetic(
         str, typer.Option("--noise", help="N(0, v): v is the variance or deviation.")
     ] = "variance",
     steps: Annotated[int, typer.Option("--steps", help="Training steps (the paper: 2000).")] = 2000,
+    tune: Annotated[
+        bool, typer.Option("--tune/--no-tune", help="Run every method with tuned rates too, tuned alike.")
+    ] = True,
     force: Force = False,
 ) -> None:
-    """Figure 2: PF2LoRA and HETLoRA on two clients' low-rank regressions."""
+    """Figure 2: PF2LoRA and HETLoRA on two clients' low-rank regressions, with the paper's rates and tuned ones."""
     files = _free(out, "synthetic", force)
+    from pf2lora.reproduce.comparison import count_runs, make_plans, run_seed
     from pf2lora.reproduce.figures import draw_synthetic
-    from pf2lora.reproduce.synthetic import METHODS, Settings, aggregate, run_seed
+    from pf2lora.reproduce.summary import summarize
+    from pf2lora.reproduce.synthetic import Settings
+    from pf2lora.reproduce.tuning import TUNING_RUNS, Tuning, check_apart, tune_all
     from pf2lora.run.progress import track
 
     settings = Settings(upper=upper, noise=noise, steps=steps)
-    with track(seeds * settings.rounds * len(METHODS), "synthetic, rounds") as advance:
-        runs = [run_seed(s, settings, advance) for s in range(seed, seed + seeds)]
-    result = aggregate(runs, settings)
-    _write(result, files[0])
+    reported = range(seed, seed + seeds)
+    tuning: dict[str, Tuning] = {}
+    if tune:
+        check_apart(reported)
+        with track(TUNING_RUNS, "synthetic, tuning runs") as advance:
+            tuning = tune_all(settings, advance)
+    plans = make_plans(settings, tuning)
+    with track(seeds * count_runs(plans), "synthetic, runs") as advance:
+        runs = [run_seed(s, settings, plans, advance) for s in reported]
+    result = summarize(runs, settings, tuning)
+    _write(asdict(result), files[0])
     draw_synthetic(result, out)
     _print_synthetic(result, Console())
     _name(files)
@@ -94,7 +114,7 @@ def _free(folder: Path, name: str, force: bool) -> list[Path]:
 
 
 def _write(result: dict[str, Any], file: Path) -> None:
-    file.write_text(json.dumps(_rounded(result), allow_nan=False, separators=(",", ":")) + "\n")
+    write_text(file, json.dumps(_rounded(result), allow_nan=False, separators=(",", ":")) + "\n")
 
 
 def _rounded(value: Any) -> Any:
@@ -103,7 +123,7 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.7g}")
     if isinstance(value, dict):
         return {key: _rounded(v) for key, v in value.items()}
-    return [_rounded(v) for v in value] if isinstance(value, list) else value
+    return [_rounded(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _name(files: list[Path]) -> None:
@@ -117,37 +137,89 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _print_synthetic(result: dict[str, Any], console: Console) -> None:
+def _print_synthetic(result: Summary, console: Console) -> None:
     from pf2lora.reproduce.figures import ROWS
 
-    count = len(result["seeds"])
-    title = f"step {result['steps'][-1]}, {result['settings']['upper']} above, "
-    title += f"median and quartiles of {count} seeds" if count > 1 else f"seed {result['seeds'][0]}"
+    count = len(result.seeds)
+    title = f"step {result.steps[-1]}, {result.settings.upper} above, "
+    title += f"median and quartiles of {count} seeds" if count > 1 else f"seed {result.seeds[0]}"
     table = _table(title, "client", "measured", "test loss", "‖Ŵ−W*‖/‖W*‖ %", "rank", "= W*'s")
     for method, label in ROWS.items():
-        best = result["optimum"][method]
-        for k in range(len(result["clients"])):
-            for point, end in result["final"][method].items():
-                cells = [*_cells(end, k), _spread(end["rank"], k), f"{end['rank_right'][k]}/{count}"]
-                table.add_row(f"{label} {k + 1}", POINTS[point], *cells)
-            name = f"RRR, ≤ {best['rank_limit'][k]}"
-            table.add_row(f"{label} {k + 1}", name, *_cells(best, k), style="dim")
+        best = result.optimum[method]
+        for k in range(len(result.clients)):
+            for point in POINTS:
+                for rates, final in result.final[method].items():
+                    end = final[point]
+                    rank = [f"{end.metrics['rank'].median[k]:g}", f"{end.rank_right[k]}/{count}"]
+                    cells = [*_cells(end.metrics, k), *rank]
+                    table.add_row(f"{label} {k + 1}", f"{POINTS[point]}, {rates}", *cells)
+            name = f"RRR, ≤ {best.rank_limit[k]}"
+            table.add_row(f"{label} {k + 1}", name, *_cells(best.metrics, k), style="dim")
     console.print(table)
-    console.print(
-        "RRR: the client's own reduced-rank regression at the highest rank it starts with\n"
+    floor = 100 * median(run.truth.served_floor for run in result.runs)
+    notes = [
+        "served: after averaging; before: before it",
+        *_rate_notes(result),
+        *_diverged_notes(result),
+        f"PF2LoRA served: both clients together at least {floor:.1f} % (median) at any rates",
+        "RRR: the client's own reduced-rank regression at the highest rank it starts with",
         "= W*'s: seeds whose learned rank is that of W* by the same 90% rule",
-        highlight=False,
-        style="dim",
-    )
+    ]
+    console.print("\n".join(notes), highlight=False, style="dim")
 
 
-def _cells(values: dict[str, Any], k: int) -> list[str]:
-    percent = {q: [100 * v for v in quartile] for q, quartile in values["relative_distance"].items()}
-    return [_spread(values["test_loss"], k), _spread(percent, k, ".1f")]
+def _rate_notes(result: Summary) -> list[str]:
+    """Which rates stand behind "paper" and "tuned"."""
+    from pf2lora.reproduce.figures import ROWS
+
+    paper = (f"{label} {_rates(result.settings.rates(method))}" for method, label in ROWS.items())
+    notes = [f"paper: the paper's rates, {', '.join(paper)}"]
+    if result.tuning:
+        tuning = next(iter(result.tuning.values()))
+        seeds = ", ".join(map(str, tuning.seeds))
+        notes.append(
+            f"tuned: per point, best of {len(tuning.tries)} tries by validation loss on seeds {seeds}"
+        )
+    for method, tuning in result.tuning.items():
+        chosen = (
+            f"{POINTS[point]} {_rates(result.settings.scaled(method, factor).rates(method))}"
+            for point, factor in tuning.chosen.items()
+        )
+        notes.append(f"  {ROWS[method]} {', '.join(chosen)}")
+    return notes
 
 
-def _spread(values: dict[str, Any], k: int, digits: str = ".3g") -> str:
-    low, middle, high = (format(values[q][k], digits) for q in ("q1", "median", "q3"))
+def _diverged_notes(result: Summary) -> list[str]:
+    from pf2lora.reproduce.figures import ROWS
+
+    return [
+        f"{ROWS[method]}, {POINTS[point]}, {rates}: {end.diverged} seeds diverged; quartiles are of the others"
+        for method, of_method in result.final.items()
+        for rates, points in of_method.items()
+        for point, end in points.items()
+        if end.diverged
+    ]
+
+
+def _rates(rates: dict[str, float]) -> str:
+    return " and ".join(f"{rate:g}" for rate in rates.values())
+
+
+def _cells(metrics: dict[str, Quartiles], k: int) -> list[str]:
+    return [_spread(metrics["test_loss"], k), _spread(metrics["relative_distance"], k, _percent)]
+
+
+def _percent(share: float) -> str:
+    """One decimal up to 100 %, none above."""
+    return f"{100 * share:.1f}" if share < 0.9995 else f"{100 * share:.0f}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _spread(values: Quartiles, k: int, written: Callable[[float], str] = _three_digits) -> str:
+    low, middle, high = (written(of_clients[k]) for of_clients in (values.q1, values.median, values.q3))
     return middle if low == middle == high else f"{middle} ({low}–{high})"
 
 

@@ -26,8 +26,24 @@ class Lower(NamedTuple):
     second_order: Callable[[Tensor], Tensor] | None  # v ↦ α ∇_xy F(x, y; ζ) · v
 
 
+class Shift(NamedTuple):
+    """How far `difference` moves y along v: by at least `length`, and by at least `part` of the lower level's step αv.
+
+    After too short a move the two gradients differ by their rounding, after too long a one by F's third derivatives,
+    too. A move to both sides cancels these, for one gradient more.
+    """
+
+    length: Tensor  # (M, 1)
+    part: float
+    both_sides: bool = False
+
+    def step(self, v: Tensor, alpha: float) -> Tensor:
+        """(M, 1) each client's ε: y moves by εv."""
+        return (self.length / v.norm(dim=1, keepdim=True).clamp_min(1e-30)).clamp_min(self.part * alpha)
+
+
 def exact(
-    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, shift: Tensor | None = None
+    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, shift: Shift | None = None
 ) -> Lower:
     """Double backward. Where ζ is π, the graph of the lower level's own gradient is differentiated again."""
 
@@ -50,12 +66,13 @@ def exact(
 
 
 def difference(
-    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, shift: Tensor | None = None
+    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, shift: Shift | None = None
 ) -> Lower:
-    """`α ∇_xy F · v ≈ (α/ε) (∇_x F(x, y; ζ) − ∇_x F(x, y − εv; ζ))` with ε = α, or larger where ‖εv‖ is under `shift`.
+    """`α ∇_xy F · v ≈ (α/ε) (∇_x F(x, y; ζ) − ∇_x F(x, y − εv; ζ))`, ε by `shift`, or α without.
 
     Ordinary gradients only: any attention kernel, any quantised base. Where ζ is π the first of the two is
-    at hand, and a whole local step is three gradients.
+    at hand, and a whole local step is three gradients. With `shift.both_sides` it is four, and the term
+    `(α/2ε) (∇_x F(x, y + εv; ζ) − ∇_x F(x, y − εv; ζ))`.
     """
     x_, y_ = variable(x), variable(y)
     loss = F(x_, y_, pi)
@@ -68,17 +85,18 @@ def difference(
     def second_order(v: Tensor) -> Tensor:
         if alpha == 0.0:
             return torch.zeros_like(x)
+        epsilon = alpha if shift is None else shift.step(v, alpha)
+        behind = gradient_x(y - epsilon * v, zeta)
+        if shift is not None and shift.both_sides:
+            return (gradient_x(y + epsilon * v, zeta) - behind) * (alpha / (2 * epsilon))
         here = gx_pi if zeta is pi else gradient_x(y, zeta)
-        if shift is None:
-            return here - gradient_x(y - alpha * v, zeta)
-        epsilon = (shift / v.norm(dim=1, keepdim=True).clamp_min(1e-30)).clamp_min(alpha)
-        return (here - gradient_x(y - epsilon * v, zeta)) * (alpha / epsilon)
+        return (here - behind) * (alpha / epsilon)
 
     return Lower(loss.detach(), g_pi, second_order)
 
 
 def none(
-    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, shift: Tensor | None = None
+    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, shift: Shift | None = None
 ) -> Lower:
     """Leave the second-order term out: two gradients a step."""
     y_ = variable(y)
@@ -115,12 +133,9 @@ def bilevel(
     xi: Any,
     xi_tilde: Any,
     zeta: Any,
-    shift: Tensor | None = None,
+    shift: Shift | None = None,
 ) -> Hyper:
-    """Lines 5 and 6 of Algorithm 1, up to the optimizer of x.
-
-    `shift (M, 1)` is how far y must move for a difference of two gradients to stand out of their rounding.
-    """
+    """Lines 5 and 6 of Algorithm 1, up to the optimizer of x. Only `difference` asks for the `shift`."""
     lower = lower_level(mode)(F, x, y, alpha, pi, zeta, shift)
     y_next = y - alpha * lower.gradient  # line 5
     x_, y_ = variable(x), variable(y_next)

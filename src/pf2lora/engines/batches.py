@@ -36,15 +36,19 @@ class Batch:
         """The attention mask, where there is anything to mask."""
         return None if self.full else self.tensors["attention_mask"]
 
-    def first(self, count: int) -> Batch:
-        """Each client's first `count` rows."""
+    def spread(self, count: int) -> Batch:
+        """`count` of each client's rows, evenly spaced from the first to the last: rows may be sorted by length."""
         rows = next(iter(self.tensors.values())).shape[0] // self.clients
         if count >= rows:
             return self
-        cut = {
-            n: t.unflatten(0, (self.clients, rows))[:, :count].flatten(0, 1) for n, t in self.tensors.items()
-        }
-        return Batch(self.clients, cut, self.key, self.full)
+        gaps = count - 1
+        at = [(i * (rows - 1) + gaps // 2) // gaps for i in range(count)] if gaps else [rows // 2]
+
+        def cut(tensor: Tensor) -> Tensor:  # by slices: a CUDA graph cannot record an index from a list
+            of_client = tensor.unflatten(0, (self.clients, rows))
+            return torch.stack([of_client[:, i] for i in at], dim=1).flatten(0, 1)
+
+        return Batch(self.clients, {n: cut(t) for n, t in self.tensors.items()}, self.key, self.full)
 
 
 class BatchSource(Protocol):

@@ -1,7 +1,7 @@
 """Across machines: the same methods in a real federation on NVIDIA FLARE. A site is the local engine with M = 1.
 
-`worker` and `coordinator` are the two halves of a run and know nothing of FLARE; `site` and `server` carry their
-messages; `provision` makes the start-up kits.
+`protocol/` has the two halves of a run, `site` and `server`, and what passes between them; it knows nothing of FLARE.
+`flare/` carries their messages (`executor`, `controller`), makes start-up kits and starts what they describe.
 """
 
 from __future__ import annotations

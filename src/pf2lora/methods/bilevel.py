@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from pf2lora.core.hypergradient import HYPERGRADIENTS, Hyper
+from pf2lora.core.hypergradient import HYPERGRADIENTS, Hyper, Shift
 from pf2lora.core.method import Method, State, Surroundings
 from pf2lora.core.optim import Moments
 from pf2lora.errors import unknown
@@ -52,11 +52,12 @@ class Bilevel(Method):
         """How this very step gets its second-order term; `auto` itself is the one that measures."""
         return "difference" if self.hypergradient_mode == AUTO else self.hypergradient_mode
 
-    def shift(self, lower: Tensor) -> Tensor | None:
-        """How far `lower` must move for a difference of 16-bit gradients to be more than their rounding."""
-        if ROUNDOFF[self.precision] <= ROUNDOFF["float32"]:
-            return None  # the step α itself is good
-        return ROUNDOFF[self.precision] ** 0.5 * lower.norm(dim=1, keepdim=True)
+    def shift(self, lower: Tensor) -> Shift:
+        """The root of the roundoff, of `lower` or of its step: what rounding adds to the second-order term falls with
+        the shift and what F's third derivatives add grows with it, and there the two are about equal.
+        """
+        root = ROUNDOFF[self.precision] ** 0.5
+        return Shift(root * lower.norm(dim=1, keepdim=True), root)
 
     def init(self, x: Tensor, y: Tensor) -> State:
         s = super().init(x, y)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pf2lora.core.hypergradient import bilevel
+from pf2lora.core.hypergradient import Shift, bilevel
 from pf2lora.core.method import Loss, State, StepStats, gradients, variable
-from pf2lora.methods.bilevel import Bilevel
+from pf2lora.methods.bilevel import ROUNDOFF, Bilevel
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,15 @@ class PerFedAvg(Bilevel):
     label: ClassVar[str] = "Per-FedAvg-LoRA"
     draws: ClassVar[int] = 2
     adapts_before_use: ClassVar[bool] = True
+
+    def shift(self, lower: Tensor) -> Shift:
+        """∇²F·v is a large part of the hypergradient, too large for one side's error in 16 bits. Of both sides,
+        the shortest shift that rounding allows: half the step αv, where the term is rounded no more than any
+        difference of two gradients, and not under the roundoff of `lower`, where the shift itself would be lost.
+        """
+        if self.precision == "float32":
+            return super().shift(lower)
+        return Shift(ROUNDOFF[self.precision] * lower.norm(dim=1, keepdim=True), 0.5, both_sides=True)
 
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         inner, outer = batches

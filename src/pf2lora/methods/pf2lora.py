@@ -43,7 +43,7 @@ class PF2LoRA(Bilevel):
         else:
             pi, xi = zeta, xi_tilde = batches
         if self.zeta_size is not None:
-            zeta = zeta.first(self.zeta_size)
+            zeta = zeta.spread(self.zeta_size)
         hyper = bilevel(
             F, s.x, s.y, self.client_lr, self.effective_mode, pi, xi, xi_tilde, zeta, self.shift(s.y)
         )  # lines 5, 6

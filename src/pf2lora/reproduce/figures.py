@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from pf2lora.reproduce.summary import Summary
+
 KINDS = ("svg", "png")
 DASHED, DOTTED = (0, (5, 3)), (0, (1, 1.4))
 COLOURS = (PALETTE[0], PALETTE[5])  # client 1, client 2
@@ -36,44 +38,50 @@ PANELS = {
 ROWS = {"hetlora": "HETLoRA", "pf2lora": "PF2LoRA"}
 
 
-def draw_synthetic(result: dict[str, Any], folder: Path) -> list[Path]:
-    """The paper's Figure 2: four panels for each method, median and quartiles over the seeds."""
+def draw_synthetic(result: Summary, folder: Path) -> list[Path]:
+    """The paper's Figure 2: four panels for each method and choice of rates, median and quartiles over the seeds."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    rows = [(method, rates) for method in ROWS for rates in result.curves[method]]
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11.6, 5.6), layout="constrained")
-        grid = figure.subplots(len(ROWS), len(PANELS), sharex=True, sharey="col", squeeze=False)
-        for row, (method, label) in zip(grid, ROWS.items()):
-            for axes, (metric, title) in zip(row, PANELS.items()):
-                _draw_panel(axes, result, method, metric)
-                axes.set_title(title if method == next(iter(ROWS)) else "", loc="left")
-            row[0].set_ylabel(label, fontweight="bold", fontsize=10.5)
+        figure = Figure(figsize=(11.6, 1.2 + 2.2 * len(rows)), layout="constrained")
+        grid = figure.subplots(len(rows), len(PANELS), sharex=True, sharey="col", squeeze=False)
+        for row, (method, rates) in zip(grid, rows):
+            for axes, metric in zip(row, PANELS):
+                _draw_panel(axes, result, method, rates, metric)
+            row[0].set_ylabel(_row_label(result, method, rates), fontweight="bold")
+        for axes, title in zip(grid[0], PANELS.values()):
+            axes.set_title(title, loc="left")
         for axes in grid[-1]:
             axes.set_xlabel("step")
         _synthetic_legend(figure, result)
         return _save(figure, folder, "synthetic")
 
 
-def _draw_panel(axes: Axes, result: dict[str, Any], method: str, metric: str) -> None:
-    steps = result["steps"]
-    curves = result["curves"][method]
+def _row_label(result: Summary, method: str, rates: str) -> str:
+    if rates == "paper":
+        return f"{ROWS[method]}\npaper's rates"
+    chosen = result.tuning[method].chosen
+    served, before = (f"{chosen[point]:g}" for point in ("served", "before_averaging"))
+    times = f"× {served}" if served == before else f"× {served}, dotted × {before}"
+    return f"{ROWS[method]}, tuned\n{times}"
+
+
+def _draw_panel(axes: Axes, result: Summary, method: str, rates: str, metric: str) -> None:
+    steps = result.steps
+    served, before = (result.curves[method][rates][point][metric] for point in ("served", "before_averaging"))
     for k, colour in enumerate(COLOURS):
         apart = 0.05 * (2 * k - 1) if metric == "rank" else 0.0  # clients of the same rank stay visible
-        served, before = (
-            {q: np.array(values)[:, k] + apart for q, values in curves[point][metric].items()}
-            for point in ("served", "before_averaging")
+        low, middle, high, dotted = (
+            np.array(values)[:, k] + apart for values in (served.q1, served.median, served.q3, before.median)
         )
-        axes.fill_between(steps, served["q1"], served["q3"], color=colour, alpha=0.18, linewidth=0)
-        axes.plot(steps, served["median"], color=colour, linewidth=1.6)
-        axes.plot(steps, before["median"], color=colour, linewidth=1.1, linestyle=DOTTED)
+        axes.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(steps, middle, color=colour, linewidth=1.6)
+        axes.plot(steps, dotted, color=colour, linewidth=1.1, linestyle=DOTTED)
         if metric != "rank":
-            axes.axhline(
-                result["optimum"][method][metric]["median"][k],
-                color=colour,
-                linewidth=1,
-                linestyle=DASHED,
-            )
+            best = result.optimum[method].metrics[metric].median[k]
+            axes.axhline(best, color=colour, linewidth=1, linestyle=DASHED)
     if metric == "rank":
         _draw_true_ranks(axes, result)
         axes.set_yticks(range(0, 7))
@@ -84,52 +92,34 @@ def _draw_panel(axes: Axes, result: dict[str, Any], method: str, metric: str) ->
     _plain(axes)
 
 
-def _draw_true_ranks(axes: Axes, result: dict[str, Any]) -> None:
+def _draw_true_ranks(axes: Axes, result: Summary) -> None:
     """W*_k's own rank by the same rule: a mark at the right edge, at its median over the seeds."""
-    ranks = np.median([run["truth"]["rank_90"] for run in result["runs"]], axis=0)
+    ranks = np.median([run.truth.rank_90 for run in result.runs], axis=0)
     together = ranks[0] == ranks[1]
     for k, colour in enumerate(COLOURS):
         size = 9 if together and k == 0 else 6  # one inside the other where they agree
-        axes.plot(
-            [result["steps"][-1]],
-            [ranks[k]],
-            marker="D",
-            markersize=size,
-            color=colour,
-            clip_on=False,
-            zorder=5,
-        )
+        mark: Any = {"marker": "D", "markersize": size, "color": colour, "clip_on": False, "zorder": 5}
+        axes.plot([result.steps[-1]], [ranks[k]], **mark)
 
 
-def _synthetic_legend(figure: Figure, result: dict[str, Any]) -> None:
+def _synthetic_legend(figure: Figure, result: Summary) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    het, pf2 = (result["optimum"][method]["rank_limit"] for method in ("hetlora", "pf2lora"))
+    het, pf2 = (result.optimum[method].rank_limit for method in ("hetlora", "pf2lora"))
     limits = f"rank ≤ {het[0]} and {het[1]} for HETLoRA, {pf2[0]} for PF2LoRA"
+
+    def line(label: str, **style: Any) -> Line2D:
+        return Line2D([], [], label=label, **{"color": INK} | style)
+
     handles: list[Any] = [
-        *(Line2D([], [], color=c, linewidth=3, label=f"client {k}") for k, c in enumerate(COLOURS, 1)),
-        Line2D([], [], color=INK, linewidth=1.6, label="served (after averaging)"),
-        Line2D([], [], color=INK, linewidth=1.1, linestyle=DOTTED, label="before averaging"),
-        Line2D(
-            [],
-            [],
-            color=INK,
-            linewidth=1,
-            linestyle=DASHED,
-            label=f"optimum: reduced-rank regression ({limits})",
-        ),
-        Line2D(
-            [],
-            [],
-            color=INK,
-            marker="D",
-            markersize=6,
-            linestyle="",
-            label=r"rank of $W_k^*$ by the same rule",
-        ),
+        *(line(f"client {k}", color=colour, linewidth=3) for k, colour in enumerate(COLOURS, 1)),
+        line("served (after averaging)", linewidth=1.6),
+        line("before averaging", linewidth=1.1, linestyle=DOTTED),
+        line(f"optimum: reduced-rank regression ({limits})", linewidth=1, linestyle=DASHED),
+        line(r"rank of $W_k^*$ by the same rule", marker="D", markersize=6, linestyle=""),
     ]
-    seeds = len(result["seeds"])
+    seeds = len(result.seeds)
     if seeds > 1:
         handles.append(Patch(color=INK, alpha=0.18, linewidth=0, label=f"quartiles of {seeds} seeds"))
     figure.legend(handles=handles, loc="outside lower left", ncols=4, frameon=False)

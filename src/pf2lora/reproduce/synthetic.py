@@ -6,11 +6,9 @@ A is the transpose of the layer's A, and Ŵ_k = (BA + D_kC_k)ᵀ here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,22 +16,22 @@ from pf2lora.core.layout import Entry, Layout
 from pf2lora.core.method import Method, State
 from pf2lora.core.optim import OPTIMIZERS
 from pf2lora.core.randomness import generator
-from pf2lora.core.ranks import learned_ranks, ninety_percent_rank, reduced_rank_regression
+from pf2lora.core.ranks import learned_ranks
 from pf2lora.engines.batches import Batch
-from pf2lora.engines.local import Schedule, train
+from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods.hetlora import HetLoRA
 from pf2lora.methods.pf2lora import PF2LoRA
-from pf2lora.run.result import POINTS
 
 CLIENTS = ("client 1", "client 2")
 SIZE = 10  # of x, and of y = xW
 TRUE_RANKS = (3, 4)
 NOISE = (0.1, 0.2)
-SAMPLES, TRAINING = 1000, 700
+SAMPLES, TRAINING, VALIDATION = 1000, 700, 300
 RANK, CLIENT_RANK = 4, 2  # PF2LoRA's r and r̃
 HET_RANKS, HET_MIN, HET_MAX = (2, 10), 1, 12
 METHODS = ("hetlora", "pf2lora")
+RATES = {"hetlora": ("het_lr",), "pf2lora": ("lr", "client_lr")}  # what tuning scales in `Settings`
 
 NOISES: dict[str, Callable[[float], float]] = {"variance": lambda v: v**0.5, "deviation": lambda v: v}
 WEIGHT_DECAY = {"sgd": 0.0, "adamw": 0.01}  # the paper is silent; each optimizer's default in torch
@@ -66,6 +64,15 @@ class Settings:
     def rounds(self) -> int:
         return self.steps // self.local_steps
 
+    def rates(self, method: str) -> dict[str, float]:
+        """The rates that a method trains with, by their names here."""
+        return {name: getattr(self, name) for name in RATES[method]}
+
+    def scaled(self, method: str, factor: float) -> Settings:
+        """These settings with all of a method's rates times `factor`."""
+        rates = {name: factor * rate for name, rate in self.rates(method).items()}
+        return replace(self, **rates)  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -93,15 +100,31 @@ def regression_loss(inputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
 
 def make_problem(seed: int, noise: str = "variance") -> Problem:
     """The paper's data; every random matrix has its own stream."""
-    truth, inputs, targets = [], [], []
-    for name, rank, size in zip(CLIENTS, TRUE_RANKS, NOISE):
-        W = normal(seed, f"{name} A*", SIZE, rank) @ normal(seed, f"{name} B*", rank, SIZE)
-        X = normal(seed, f"{name} X", SAMPLES, SIZE)
-        truth.append(W)
-        inputs.append(X)
-        targets.append(X @ W + NOISES[noise](size) * normal(seed, f"{name} noise", SAMPLES, SIZE))
-    names, sizes = list(CLIENTS), [TRAINING] * len(CLIENTS)
-    return Problem(torch.stack(truth), torch.stack(inputs), torch.stack(targets), names, sizes)
+    truth = torch.stack(
+        [
+            normal(seed, f"{name} A*", SIZE, rank) @ normal(seed, f"{name} B*", rank, SIZE)
+            for name, rank in zip(CLIENTS, TRUE_RANKS)
+        ]
+    )
+    inputs, targets = draw_rows(seed, truth, noise, SAMPLES, CLIENTS)
+    return Problem(truth, inputs, targets, list(CLIENTS), [TRAINING] * len(CLIENTS))
+
+
+def validation_rows(seed: int, truth: Tensor, noise: str) -> tuple[Tensor, Tensor]:
+    """Further rows of every client's regression, which are neither trained on nor tested on."""
+    return draw_rows(seed, truth, noise, VALIDATION, [f"{name} validation" for name in CLIENTS])
+
+
+def draw_rows(
+    seed: int, truth: Tensor, noise: str, rows: int, streams: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """X and Y = XW*_k + ε `(2, rows, 10)`, each client's from its own streams."""
+    X = torch.stack([normal(seed, f"{stream} X", rows, SIZE) for stream in streams])
+    errors = [
+        NOISES[noise](size) * normal(seed, f"{stream} noise", rows, SIZE)
+        for stream, size in zip(streams, NOISE)
+    ]
+    return X, X @ truth + torch.stack(errors)
 
 
 def normal(seed: int, stream: str, *shape: int) -> Tensor:
@@ -139,6 +162,11 @@ class Learner:
         """`F(x, y, batch)`."""
         inputs, targets = (t.unflatten(0, (batch.clients, -1)) for t in batch.tensors.values())
         return regression_loss(inputs, targets, self.weights(x, y))
+
+    def rounds(self, seed: int, problem: Problem, settings: Settings) -> Iterator[Round]:
+        """The training, round by round; `NonFiniteLoss` where it diverges."""
+        schedule = Schedule(settings.rounds, settings.local_steps, seed=seed)
+        return train(self.method, self.loss, self.start, problem, schedule)
 
 
 def pf2lora(seed: int, settings: Settings) -> Learner:
@@ -200,104 +228,3 @@ def measure(problem: Problem, learner: Learner, state: State) -> dict[str, list[
     if isinstance(learner.method, HetLoRA):
         measured["columns"] = state.opt.rank
     return {name: values.tolist() for name, values in measured.items()}
-
-
-Curves = dict[str, list[list[float]]]  # metric -> rounds 0 … R -> clients
-
-
-def run_method(
-    name: str, seed: int, problem: Problem, settings: Settings, advance: Callable[..., None]
-) -> dict[str, Curves]:
-    """One method on one problem: its curves at both measuring points, round 0 being the start."""
-    learner = LEARNERS[name](seed, settings)
-    start = measure(problem, learner, learner.start)
-    curves: dict[str, Curves] = {point: {m: [start[m]] for m in start} for point in POINTS}
-    schedule = Schedule(settings.rounds, settings.local_steps, seed=seed)
-    for done in train(learner.method, learner.loss, learner.start, problem, schedule):
-        for point, state in zip(POINTS, (done.served, done.before)):
-            for metric, values in measure(problem, learner, state).items():
-                curves[point][metric].append(values)
-        advance()
-    return curves
-
-
-def optimum(problem: Problem, ranks: Sequence[int]) -> dict[str, Any]:
-    """The reduced-rank regression of each client: no Ŵ_k of at most that rank has a smaller training loss."""
-    W = torch.stack(
-        [
-            reduced_rank_regression(problem.inputs[k, :TRAINING], problem.targets[k, :TRAINING], rank)
-            for k, rank in enumerate(ranks)
-        ]
-    )
-    distance = torch.linalg.matrix_norm(W - problem.truth)
-    return {
-        "rank_limit": list(ranks),
-        "train_loss": problem.losses(W, slice(0, TRAINING)).tolist(),
-        "test_loss": problem.losses(W, slice(TRAINING, None)).tolist(),
-        "distance": distance.tolist(),
-        "relative_distance": (distance / torch.linalg.matrix_norm(problem.truth)).tolist(),
-    }
-
-
-def run_seed(
-    seed: int, settings: Settings, advance: Callable[..., None] = lambda n=1: None
-) -> dict[str, Any]:
-    """Everything about one seed: the truth, the optima, and both methods' curves."""
-    problem = make_problem(seed, settings.noise)
-    limits = {name: LEARNERS[name](seed, settings).limits for name in METHODS}
-    return {
-        "seed": seed,
-        "truth": {
-            "norm": torch.linalg.matrix_norm(problem.truth).tolist(),
-            "rank": list(TRUE_RANKS),
-            "rank_90": ninety_percent_rank(torch.linalg.svdvals(problem.truth)).tolist(),
-        },
-        "optimum": {"true rank": optimum(problem, TRUE_RANKS)}
-        | {name: optimum(problem, ranks) for name, ranks in limits.items()},
-        "curves": {name: run_method(name, seed, problem, settings, advance) for name in METHODS},
-    }
-
-
-def quartiles(values: Any) -> dict[str, Any]:
-    """Median and quartiles over the first axis, the seeds."""
-    low, middle, high = np.quantile(np.asarray(values, dtype=float), (0.25, 0.5, 0.75), axis=0)
-    return {"median": middle.tolist(), "q1": low.tolist(), "q3": high.tolist()}
-
-
-def aggregate(runs: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
-    """All seeds together: curves and optima as median and quartiles, and how each method ended."""
-    curves, final = {}, {}
-    for name in METHODS:
-        per_seed = [run["curves"][name] for run in runs]
-        curves[name] = {
-            point: {m: quartiles([c[point][m] for c in per_seed]) for m in per_seed[0][point]}
-            for point in POINTS
-        }
-        final[name] = {point: ending(runs, name, point) for point in POINTS}
-    optima = {
-        kind: {m: quartiles([run["optimum"][kind][m] for run in runs]) for m in best if m != "rank_limit"}
-        | {"rank_limit": best["rank_limit"]}
-        for kind, best in runs[0]["optimum"].items()
-    }
-    return {
-        "experiment": "synthetic",
-        "settings": asdict(settings),
-        "clients": list(CLIENTS),
-        "seeds": [run["seed"] for run in runs],
-        "steps": [settings.local_steps * i for i in range(settings.rounds + 1)],
-        "curves": curves,
-        "optimum": optima,
-        "final": final,
-        "runs": runs,
-    }
-
-
-def ending(runs: list[dict[str, Any]], method: str, point: str) -> dict[str, Any]:
-    """The last round: quartiles of every metric, ‖Ŵ − W*‖ / ‖W*‖, and in how many seeds the rank was W*_k's."""
-    last = [{m: rows[-1] for m, rows in run["curves"][method][point].items()} for run in runs]
-    relative = [np.divide(end["distance"], run["truth"]["norm"]) for end, run in zip(last, runs)]
-    right = [np.equal(end["rank"], run["truth"]["rank_90"]) for end, run in zip(last, runs)]
-    return {m: quartiles([end[m] for end in last]) for m in last[0]} | {
-        "relative_distance": quartiles(relative),
-        "rank_right": np.sum(right, axis=0).tolist(),
-    }

@@ -1,1 +1,11 @@
-"""Everything that names NVIDIA FLARE."""
+"""Everything that names NVIDIA FLARE.
+
+executor      a site's process: the site's session as an executor, the allow-list as an outgoing filter
+controller    the server's process: the server's session as a controller
+resumer       the server's main process: continues a run whose job ended, keeps the stores
+launcher      a site's main process: starts the job process again when it dies
+provision     start-up kits
+processes     starting and stopping a participant from its kit
+admin         submit, status, stop
+rehearse      a whole federation on one machine
+"""

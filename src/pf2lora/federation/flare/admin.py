@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from pf2lora import atomic
 from pf2lora.errors import UserError
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.flare.provision import SCOPE, SERVER_CLASSES, SITE_CLASSES
@@ -45,7 +46,7 @@ def write_job(plan: Plan, folder: Path) -> Path:
         (config / "config_fed_server.json", server),
         (config / "config_fed_client.json", client),
     ):
-        path.write_text(json.dumps(value, indent=1))
+        atomic.write_json(path, value)
     return job
 
 

@@ -1,7 +1,7 @@
-"""The server's side of FLARE: a controller around the coordinator.
+"""The server's side of FLARE: a controller around the server's session.
 
 FLARE lets a restarted client join only the next job. So a run is a chain of jobs: when a lost site registers again,
-the controller ends the current job at a round's end, and the keeper (`keeper.py`) submits its continuation.
+the controller ends the current job at a round's end, and `resumer.py` submits its continuation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task
@@ -26,10 +25,10 @@ from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.executor import BODY
-from pf2lora.federation.protocol import wire
-from pf2lora.federation.protocol.coordinator import Coordinator, QuorumMissed
+from pf2lora.federation.protocol.messages import Malformed, encode
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.runs import ALIVE, SITES, Status, run_folder, say, write_status
+from pf2lora.federation.protocol.run_status import ALIVE, SITES, Status, append_line, run_folder, write_status
+from pf2lora.federation.protocol.server import QuorumMissed, RoundRecord, ServerSession
 from pf2lora.run.trial import evaluation_rounds
 
 PERIOD = 0.05  # seconds between looks at the tasks
@@ -41,16 +40,18 @@ class FederationController(Controller):
     """The rounds of a plan, one FLARE task per site and message."""
 
     def __init__(self, plan: str) -> None:
+        """`plan` is the run's plan as JSON, from the job."""
         super().__init__(task_check_period=PERIOD)
         self.plan = Plan.from_json(plan)
         self.present: list[str] = []
         self.changed = threading.Condition()
-        self.back: dict[str, bytes] = {}  # sites that answered a knock, with their hello
-        self.knocked: set[str] = set()
+        self.awaited: set[str] = set()  # sites with a standing hello
+        self.returned: dict[str, object] = {}  # those that answered it, with their answer
         self.status = Status("running", 0, self.plan.run.rounds)
         self.started = time.time()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
+        """Find the run's folder in the server's kit."""
         self.root = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_ROOT))
         self.folder = run_folder(self.root, self.plan.name)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -62,12 +63,13 @@ class FederationController(Controller):
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
         """An answer after its round's end: too late to count."""
-        say(
+        append_line(
             self.folder,
             f"{client.name} answered after the deadline; it takes part again from the next round on",
         )
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Tell the lead's `status` where the run stands."""
         super().handle_event(event_type, fl_ctx)
         if event_type == InfoCollector.EVENT_TYPE_GET_STATS:
             collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
@@ -75,12 +77,13 @@ class FederationController(Controller):
                 collector.add_info("pf2lora", self.status.__dict__ | {"run": self.plan.name})
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        """The whole job. Only one job at a time may work on a run."""
         self.abort, self.fl_ctx = abort_signal, fl_ctx
         self.status.job = fl_ctx.get_job_id()
         with (self.folder / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.coordinator = Coordinator(self.plan, self.folder)
+                self.session = ServerSession(self.plan, self.folder)
             except OSError:
                 self.refuse(f"the run {self.plan.name!r} goes on already in another job")
                 return
@@ -89,10 +92,10 @@ class FederationController(Controller):
                 return
             try:
                 self.note("running")
-                self.gather()
-                self.go()
+                self.collect_hellos()
+                self.run_rounds()
             except UserError as error:
-                say(self.folder, str(error))
+                append_line(self.folder, str(error))
                 self.note("stopped" if isinstance(error, QuorumMissed) else "failed", str(error))
 
     def refuse(self, line: str) -> None:
@@ -102,71 +105,75 @@ class FederationController(Controller):
 
     # --- who is there ---------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
+    def collect_hellos(self) -> None:
         """Every connected site says what it brings; what does not fit is named before the first round."""
         plan, known = self.plan, {c.name for c in self.fl_ctx.get_engine().get_clients()}
         connected = [s for s in plan.sites if s in known]
-        say(
+        append_line(
             self.folder,
-            f"run {plan.name!r}: {len(connected)} of {len(plan.sites)} sites, rounds {self.coordinator.done + 1} to "
+            f"run {plan.name!r}: {len(connected)} of {len(plan.sites)} sites, rounds {self.session.done + 1} to "
             f"{plan.run.rounds}, deadline {plan.deadline:g} s, quorum {plan.quorum:g} of a round's sites",
         )
-        hello = wire.encode({"kind": "hello", "round": self.coordinator.done + 1})
-        patience = max(LOADING, plan.deadline)
-        answers = self.exchange("hello", dict.fromkeys(connected, hello), patience)
+        timeout = max(LOADING, plan.deadline)
+        answers = self.exchange("hello", dict.fromkeys(connected, self.session.hello()), timeout)
+        unreadable: dict[str, str] = {}
         for site, data in answers.items():
-            self.admit(site, data, fatal=self.coordinator.done == 0)
+            why = self.admit(site, data, fatal=self.session.done == 0)
+            unreadable |= {site: why} if why else {}
         for site in connected:
             if site not in answers:
-                self.lose(site, f"did not say hello within {patience:g} s")
+                self.drop(site, f"did not say hello within {timeout:g} s")
         if len(self.present) < plan.needed(len(plan.sites)):
-            raise QuorumMissed(
-                self.coordinator.done + 1,
-                0,
-                len(plan.sites),
-                plan,
-                [s for s in plan.sites if s not in self.present],
-                {},
-            )
+            missing = [s for s in plan.sites if s not in self.present and s not in unreadable]
+            raise QuorumMissed(self.session.done + 1, 0, len(plan.sites), plan, missing, unreadable)
 
-    def admit(self, site: str, data: bytes, fatal: bool) -> None:
+    def admit(self, site: str, data: object, fatal: bool) -> str | None:
+        """Take a site in by its hello. One that cannot be read leaves that site out, until it is started again; why is
+        returned. A site that does not fit the others is a UserError if `fatal`; else it is asked again."""
         try:
-            self.coordinator.welcome(site, data)
+            self.session.register(site, data)
             self.present = [s for s in self.plan.sites if s in {*self.present, site}]
+        except Malformed as error:
+            why = f"its hello cannot be read ({error}); install the same version of pf2lora there"
+            append_line(self.folder, f"{site} is left out: {why}")
+            return why
         except UserError as error:
             if fatal:
                 raise
-            say(self.folder, f"{error}; going on without {site}")
-            self.knock(site)
+            append_line(self.folder, f"{error}; going on without {site}")
+            self.await_return(site)
+        return None
 
-    def lose(self, site: str, why: str) -> None:
-        """Later rounds do not wait for it; a standing question finds out when it is back."""
+    def drop(self, site: str, why: str) -> None:
+        """Later rounds do not wait for the site; a standing hello finds out when it is back."""
         self.present = [s for s in self.present if s != site]
-        say(self.folder, f"{site} {why}; going on without it")
-        self.knock(site)
+        append_line(self.folder, f"{site} {why}; going on without it")
+        self.await_return(site)
 
-    def knock(self, site: str) -> None:
-        if site not in self.knocked:
-            self.knocked.add(site)
-            hello = wire.encode({"kind": "hello", "round": self.coordinator.done + 1})
-            self.post("hello", site, hello, 0, lambda data: self.back.__setitem__(site, data))
+    def await_return(self, site: str) -> None:
+        """Leave a hello without a time limit for a site; its answer is in `returned`."""
+        if site not in self.awaited:
+            self.awaited.add(site)
+            self.post(
+                "hello", site, self.session.hello(), 0, lambda data: self.returned.__setitem__(site, data)
+            )
 
-    def returned(self) -> bool:
+    def take_back(self) -> bool:
         """Take back who answered. True if one waits that only a new job can take back."""
         with self.changed:
-            back, self.back = dict(self.back), {}
-        for site, data in back.items():
-            self.knocked.discard(site)
+            returned, self.returned = dict(self.returned), {}
+        for site, data in returned.items():
+            self.awaited.discard(site)
             self.admit(site, data, fatal=False)
             if site in self.present:
-                say(self.folder, f"{site} is back")
+                append_line(self.folder, f"{site} is back")
         for site in self.plan.sites:
-            if site not in self.present and self.waits(site):
-                say(self.folder, f"{site} is back: the run continues with it in a new job")
+            if site not in self.present and self.needs_new_job(site):
+                append_line(self.folder, f"{site} is back: the run continues with it in a new job")
                 return True
         return False
 
-    def waits(self, site: str) -> bool:
+    def needs_new_job(self, site: str) -> bool:
         """It found the server after this job began, or it is connected while its part of this job is dead."""
         if age(self.root / SITES / site) < time.time() - self.started:
             return True
@@ -174,40 +181,42 @@ class FederationController(Controller):
 
     # --- rounds ---------------------------------------------------------------------------------------------
 
-    def go(self) -> None:
-        coordinator, config = self.coordinator, self.plan.run
+    def run_rounds(self) -> None:
+        """The rounds that are left, and the end; or, where a lost site waits for a new job, the end of this one."""
+        session, config = self.session, self.plan.run
         measured = evaluation_rounds(config)
-        while coordinator.done < config.rounds:
-            if self.returned():
+        while session.done < config.rounds:
+            if self.take_back():
                 self.note("continue")
                 return
             began = time.perf_counter()
-            requests = coordinator.requests(self.present, measured)
+            requests = session.requests(self.present, measured)
             answers = self.exchange("round", requests, self.plan.deadline)
             if self.abort.triggered:
                 return
-            missing = [s for s in coordinator.chosen(coordinator.done + 1) if s not in answers]
+            missing = [s for s in session.chosen(session.done + 1) if s not in answers]
             for site in missing:
                 if site in self.present:
-                    self.lose(
-                        site, f"did not answer round {coordinator.done + 1} within {self.plan.deadline:g} s"
+                    self.drop(
+                        site, f"did not answer round {session.done + 1} within {self.plan.deadline:g} s"
                     )
-            record = coordinator.finish_round(answers, time.perf_counter() - began, missing)
+            record = session.finish_round(answers, time.perf_counter() - began, missing)
             self.report(record)
-        answers = self.exchange("finish", coordinator.farewell(self.present), self.plan.deadline)
+        answers = self.exchange("finish", session.finish_requests(self.present), self.plan.deadline)
         if self.abort.triggered:
             return
-        coordinator.finish(answers)
-        say(self.folder, f"run {self.plan.name!r} finished: {config.rounds} rounds")
+        session.finish(answers)
+        append_line(self.folder, f"run {self.plan.name!r} finished: {config.rounds} rounds")
         self.note("finished")
 
-    def report(self, record: Mapping[str, Any]) -> None:
+    def report(self, record: RoundRecord) -> None:
+        """Say how a round went; who told a problem is not asked again."""
         for site, why in record["refused"].items():
-            say(self.folder, f"round {record['round']}: {site} is left out: {why}")
+            append_line(self.folder, f"round {record['round']}: {site} is left out: {why}")
         for site in record["stopped"]:  # it has stopped, and returns when it is started again
             self.present = [s for s in self.present if s != site]
         answered = ", ".join(record["answered"])
-        say(
+        append_line(
             self.folder,
             f"round {record['round']} of {self.plan.run.rounds}: {len(record['answered'])} answered ({answered}), "
             f"{record['seconds']:.1f} s",
@@ -215,36 +224,40 @@ class FederationController(Controller):
         self.note("running")
 
     def note(self, state: str, line: str = "") -> None:
+        """Write down where the run stands; `line` says why it ended."""
         self.status.state, self.status.line = state, line
-        self.status.round, self.status.present = self.coordinator.done, list(self.present)
+        self.status.round, self.status.present = self.session.done, list(self.present)
         self.status.deadline, self.status.quorum = self.plan.deadline, self.plan.quorum
         write_status(self.folder, self.status)
 
     # --- messages over FLARE --------------------------------------------------------------------------------
 
-    def exchange(self, name: str, messages: Mapping[str, bytes], patience: float) -> dict[str, bytes]:
-        """Send every site its message; what came back within `patience` seconds."""
-        answers: dict[str, bytes] = {}
+    def exchange(self, name: str, requests: Mapping[str, bytes], timeout: float) -> dict[str, object]:
+        """Send every site its request; what came back within `timeout` seconds."""
+        answers: dict[str, object] = {}
         tasks = [
-            self.post(name, site, data, math.ceil(patience), partial(answers.__setitem__, site))
-            for site, data in messages.items()
+            self.post(name, site, data, math.ceil(timeout), partial(answers.__setitem__, site))
+            for site, data in requests.items()
         ]
-        until = time.monotonic() + patience
+        until = time.monotonic() + timeout
         with self.changed:
-            while len(answers) < len(messages) and time.monotonic() < until and not self.abort.triggered:
+            while len(answers) < len(requests) and time.monotonic() < until and not self.abort.triggered:
                 self.changed.wait(timeout=min(0.5, max(0.01, until - time.monotonic())))
             found = dict(answers)
         for task in tasks:
-            if task.completion_status is None and len(found) < len(messages):
+            if task.completion_status is None and len(found) < len(requests):
                 self.cancel_task(task, fl_ctx=self.fl_ctx)
         return found
 
-    def post(self, name: str, site: str, data: bytes, seconds: int, deliver: Callable[[bytes], None]) -> Task:
-        """One FLARE task for one site; `seconds` 0 waits for ever."""
+    def post(
+        self, name: str, site: str, data: bytes, seconds: int, deliver: Callable[[object], None]
+    ) -> Task:
+        """One FLARE task for one site, whose answer goes to `deliver`; `seconds` 0 waits for ever."""
+        number = self.session.done + 1
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
             with self.changed:
-                deliver(body(client_task.result, data))
+                deliver(body(client_task.result, number))
                 self.changed.notify_all()
 
         task = Task(name=name, data=Shareable({BODY: data}), timeout=seconds, result_received_cb=received)
@@ -260,11 +273,11 @@ def age(file: Path) -> float:
         return math.inf
 
 
-def body(result: Shareable, request: bytes) -> bytes:
-    """A site's answer; a failure that FLARE reports becomes a problem like any other."""
+def body(result: Shareable, number: int) -> object:
+    """A site's answer to a request of round `number`, whatever it is; a failure that FLARE reports becomes a problem
+    like any other."""
     code = result.get_return_code()
-    data = result.get(BODY)
-    if code == ReturnCode.OK and isinstance(data, bytes):
-        return data
+    if code == ReturnCode.OK:
+        return result.get(BODY)
     why = "refused" if code == ReturnCode.TASK_RESULT_FILTER_ERROR else "failed"
-    return wire.encode({"kind": "problem", "round": wire.decode(request).fields["round"], "code": why})
+    return encode({"kind": "problem", "round": number, "code": why})

@@ -15,7 +15,7 @@ from nvflare.app_common.job_launcher.client_process_launcher import ClientProces
 RESTARTS = 3
 
 
-class SteadyHandle(JobHandleSpec):
+class RestartingHandle(JobHandleSpec):
     """A job process that is started again when it dies by itself; a running job takes it back as it was."""
 
     def __init__(self, launch: Callable[[], JobHandleSpec]) -> None:
@@ -24,6 +24,7 @@ class SteadyHandle(JobHandleSpec):
         self.ended = threading.Event()
 
     def terminate(self) -> None:
+        """End the process, for good."""
         self.ended.set()
         self.handle.terminate()
 
@@ -33,6 +34,7 @@ class SteadyHandle(JobHandleSpec):
         return JobReturnCode.UNKNOWN if code == JobReturnCode.EXECUTION_ERROR else code
 
     def wait(self) -> None:
+        """Until the process ends, and with it the starts that are left to it."""
         for _ in range(RESTARTS):
             self.handle.wait()
             if self.ended.is_set() or self.handle.poll() != JobReturnCode.EXECUTION_ERROR:
@@ -42,14 +44,15 @@ class SteadyHandle(JobHandleSpec):
         self.handle.wait()
 
 
-class SteadyLauncher(ClientProcessJobLauncher):
+class RestartingLauncher(ClientProcessJobLauncher):
     """Starts the job process of a site, again if need be."""
 
     def launch_job(self, job_meta: dict[str, Any], fl_ctx: FLContext) -> JobHandleSpec:
+        """Start the job's process as FLARE would, in a handle that can do it again."""
         arguments = fl_ctx.get_prop(FLContextKey.JOB_PROCESS_ARGS)
 
         def launch() -> JobHandleSpec:
             fl_ctx.set_prop(FLContextKey.JOB_PROCESS_ARGS, arguments, private=True, sticky=False)
-            return super(SteadyLauncher, self).launch_job(job_meta, fl_ctx)
+            return super(RestartingLauncher, self).launch_job(job_meta, fl_ctx)
 
-        return SteadyHandle(launch)
+        return RestartingHandle(launch)

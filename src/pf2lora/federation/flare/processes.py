@@ -21,7 +21,7 @@ from typing import IO, Any
 from pf2lora.errors import UserError
 from pf2lora.federation import require_nvflare
 
-PATIENCE = 10.0  # seconds between asking a process to stop and making it
+STOP_TIMEOUT = 10.0  # seconds between asking a process to stop and making it
 ENGINE = {
     "NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5"
 }  # a job's end does not wait 900 s for a site that is gone
@@ -38,6 +38,7 @@ class Kit:
 
     @property
     def port(self) -> int:
+        """The server's port."""
         return int(self.settings["servers"][0]["service"]["target"].rsplit(":", 1)[1])
 
 
@@ -56,6 +57,7 @@ def open_kit(folder: Path) -> Kit:
 
 
 def check_certificate(kit: Kit) -> None:
+    """A UserError where a certificate is missing or out of date, or the key can be read by others."""
     from cryptography import x509
 
     which = "server" if kit.server else "client"
@@ -79,6 +81,7 @@ def check_certificate(kit: Kit) -> None:
 
 
 def check_port(kit: Kit) -> None:
+    """A UserError where something else uses the server's port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -91,6 +94,7 @@ def check_port(kit: Kit) -> None:
 
 
 def free_port() -> int:
+    """A port that nothing uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -123,7 +127,7 @@ def start(
     if kit.server:
         check_port(kit)
     else:
-        from pf2lora.federation.protocol.work import SITE_FILE, read_site_file
+        from pf2lora.federation.protocol.site_setup import SITE_FILE, read_site_file
 
         read_site_file(kit.folder / "local" / SITE_FILE)
     (kit.folder / "transfer").mkdir(exist_ok=True)
@@ -167,7 +171,7 @@ def stop(*processes: subprocess.Popen[bytes]) -> None:
             member.send_signal(signal.SIGTERM)
         except psutil.NoSuchProcess:
             continue
-    _, alive = psutil.wait_procs(family, timeout=PATIENCE)
+    _, alive = psutil.wait_procs(family, timeout=STOP_TIMEOUT)
     for member in alive:
         try:
             member.kill()

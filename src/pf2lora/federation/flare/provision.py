@@ -6,20 +6,20 @@ who may do what. Nothing in a job can change it.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pf2lora import atomic
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
-from pf2lora.federation.protocol.plan import check_name
+from pf2lora.federation.protocol.names import check_name, check_sites
 from pf2lora.run.config import read_toml
 
 SCOPE = "pf2lora"
-SITE_CLASSES = ["pf2lora.federation.flare.executor.Site"]
+SITE_CLASSES = ["pf2lora.federation.flare.executor.SiteExecutor"]
 SERVER_CLASSES = ["pf2lora.federation.flare.controller.FederationController"]
 HEARTBEAT_TIMEOUT = 60  # seconds of silence after which a site counts as gone
 
@@ -37,10 +37,7 @@ class Project:
 
     def __post_init__(self) -> None:
         check_name("project", self.name)
-        for site in self.sites:
-            check_name("site", site)
-            if self.sites.count(site) > 1:
-                raise UserError(f"two sites are called {site!r}; every site needs a name of its own")
+        check_sites(self.sites)
         if not self.sites:
             raise UserError('the project names no sites: sites = ["clinic-a", "clinic-b"]')
         if not 0 < self.port < 65536:
@@ -134,7 +131,7 @@ def build(project: Project, folder: Path) -> Path:
 
 def harden_site(kit: Path) -> None:
     """The site's policies: our executor and nothing else, no code in jobs, nothing out but what is declared."""
-    write(
+    atomic.write_json(
         kit / "local" / "resources.json",
         {
             "format_version": 2,
@@ -145,22 +142,22 @@ def harden_site(kit: Path) -> None:
             "components": [
                 component("resource_manager", f"{RESOURCES}.resource_managers.{MANAGER}"),
                 component("resource_consumer", f"{RESOURCES}.resource_consumers.{CONSUMER}"),
-                component("process_launcher", "pf2lora.federation.flare.launcher.SteadyLauncher"),
+                component("process_launcher", "pf2lora.federation.flare.launcher.RestartingLauncher"),
             ],
         },
     )
-    guard = {"path": "pf2lora.federation.flare.executor.AllowListFilter", "args": {}}
-    write(
+    allow_list = {"path": "pf2lora.federation.flare.executor.AllowListFilter", "args": {}}
+    atomic.write_json(
         kit / "local" / "privacy.json",
-        {"scopes": [{"name": SCOPE, "task_result_filters": [guard]}], "default_scope": SCOPE},
+        {"scopes": [{"name": SCOPE, "task_result_filters": [allow_list]}], "default_scope": SCOPE},
     )
     harden_everyone(kit, view="none")
 
 
 def harden_server(kit: Path) -> None:
     """The server's policies: our controller and nothing else, its stores inside the kit."""
-    store = {"path": "pf2lora.federation.flare.resumer.Snapshots", "args": {}}
-    write(
+    store = {"path": "pf2lora.federation.flare.resumer.SnapshotStore", "args": {}}
+    atomic.write_json(
         kit / "local" / "resources.json",
         {
             "format_version": 2,
@@ -189,13 +186,13 @@ def harden_server(kit: Path) -> None:
                         "max_schedule_count": 10000,
                     },
                 ),
-                component("job_manager", "pf2lora.federation.flare.resumer.Jobs"),
+                component("job_manager", "pf2lora.federation.flare.resumer.JobStore"),
                 component("job_store", "nvflare.app_common.storages.filesystem_storage.FilesystemStorage"),
                 component(
                     "process_launcher",
                     "nvflare.app_common.job_launcher.server_process_launcher.ServerProcessJobLauncher",
                 ),
-                component("keeper", "pf2lora.federation.flare.resumer.RunResumer"),
+                component("run_resumer", "pf2lora.federation.flare.resumer.RunResumer"),
             ],
         },
     )
@@ -215,7 +212,7 @@ def harden_everyone(kit: Path, view: str) -> None:
         "manage_job": "n:submitter",
         "download_job": "n:submitter",
     }
-    write(
+    atomic.write_json(
         kit / "local" / "authorization.json",
         {
             "format_version": "1.0",
@@ -235,8 +232,5 @@ CONSUMER = "passthrough_resource_consumer.PassthroughResourceConsumer"
 
 
 def component(name: str, path: str, args: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A component as FLARE's resource files name it: its id, its class and the class's arguments."""
     return {"id": name, "path": path, "args": args or {}}
-
-
-def write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")

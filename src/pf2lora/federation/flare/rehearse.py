@@ -13,14 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pf2lora import atomic
 from pf2lora.data.client import Client, TextRow
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
 from pf2lora.federation.flare.processes import Kit, open_kit
 from pf2lora.federation.flare.provision import Project, provision
-from pf2lora.federation.protocol import outcome, runs
+from pf2lora.federation.protocol import outcome, run_status
+from pf2lora.federation.protocol.names import site_names
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.work import SITE_FILE
+from pf2lora.federation.protocol.site_setup import SITE_FILE
 from pf2lora.run import folder as run_folder
 from pf2lora.run.config import Config, to_dict, to_toml
 from pf2lora.run.trial import Workload
@@ -46,15 +48,15 @@ def rehearse(
     shared = {
         k: v for k, v in to_dict(config).items() if k not in ("data", "model", "device", "trackers", "title")
     }
-    plan = Plan("rehearsal", shared, config.method[0], tuple(workload.names), labels, **options)
+    plan = Plan("rehearsal", shared, config.method[0], site_names(workload.names), labels, **options)
     folder = out / FOLDER
     set_up(plan, workload, out, folder, force=force, tell=tell)
     server = open_kit(folder / "kits" / "server")
-    run = runs.run_folder(server.folder, plan.name)
+    run = run_status.run_folder(server.folder, plan.name)
     try:
         status = carry_out(plan, folder, server, run, tell)
     except KeyboardInterrupt:
-        known = runs.read_status(run)
+        known = run_status.read_status(run)
         done = known.round if known else 0
         tell(f"stopped, all processes ended; the same command resumes after round {done}")
         raise
@@ -81,9 +83,11 @@ def set_up(plan: Plan, workload: Workload, out: Path, folder: Path, *, force: bo
     run_folder.write_text(out / "config.toml", to_toml(workload.config))
     project = Project("rehearsal", "localhost", plan.sites, port=processes.free_port(), lead=LEAD)
     kits = provision(project, folder / "kits")
-    for client in workload.clients:
-        write_site(client, workload.config, folder / "sites" / client.name, kits[client.name])
-    file.write_text(plan.to_json())
+    for client, site in zip(workload.clients, plan.sites):
+        write_site(client, workload.config, folder / "sites" / site, kits[site])
+        if client.name != site:
+            tell(f"client {client.name!r} takes part as site {site!r}")
+    atomic.write_text(file, plan.to_json())
 
 
 def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> None:
@@ -92,7 +96,7 @@ def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> 
 
     data: dict[str, Any] = {}
     for part, key in ((client.train, "clients"), (client.test, "test")):
-        file = folder / key / f"{client.name}.jsonl"
+        file = folder / key / f"{folder.name}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("w", encoding="utf8") as lines:
             for row in part:
@@ -103,27 +107,29 @@ def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> 
         data |= {"pair": "pair"} if client.train[0].pair is not None else {}
     model = Path(config.model)
     own = {
+        "name": client.name,
         "model": str(model.resolve()) if model.exists() else config.model,
         "state": str((folder / "state").resolve()),
         "device": config.device,
         "precision": config.precision,
         "data": data,
     }
-    (kit / "local" / SITE_FILE).write_text(tomli_w.dumps(own))
+    atomic.write_text(kit / "local" / SITE_FILE, tomli_w.dumps(own))
 
 
 def written(row: Any) -> dict[str, Any]:
+    """A row as its line of a data file."""
     return {k: v for k, v in asdict(row).items() if v is not None}
 
 
-def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> runs.Status:
+def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> run_status.Status:
     """Start everybody, submit, watch; everything that was started is stopped at the end."""
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     cores = max(1, (os.cpu_count() or 1) // len(plan.sites))
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores))}
     started: dict[str, Any] = {}
-    said = len(runs.said(run))
+    said = len(run_status.read_lines(run))
     began = time.time()
     with processes.running(started):
         for kit in (server, *(open_kit(folder / "kits" / site) for site in plan.sites)):
@@ -131,15 +137,15 @@ def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> r
                 started[kit.name] = processes.start(kit, log, environment)
             if kit.server:
                 wait_for(lambda: listening(server.port), started, logs, "the server to listen")
-        there = [server.folder / runs.SITES / site for site in plan.sites]
+        there = [server.folder / run_status.SITES / site for site in plan.sites]
         wait_for(lambda: all(newer(f, began) for f in there), started, logs, "the sites to register")
         tell(f"server and {len(plan.sites)} sites are connected on port {server.port} (mutual TLS)")
         admin.submit(folder / "kits" / LEAD, plan)
         while True:
-            for line in runs.said(run, said):
+            for line in run_status.read_lines(run, said):
                 tell(line)
                 said += 1
-            status = runs.read_status(run)
+            status = run_status.read_status(run)
             if status and status.time > began and status.state in ENDED:
                 return status
             check_alive(started, logs)
@@ -147,6 +153,7 @@ def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> r
 
 
 def wait_for(condition: Callable[[], bool], started: dict[str, Any], logs: Path, what: str) -> None:
+    """Wait until `condition` holds; a UserError if a process ended or it takes too long."""
     until = time.monotonic() + STARTING
     while not condition():
         check_alive(started, logs)
@@ -156,6 +163,7 @@ def wait_for(condition: Callable[[], bool], started: dict[str, Any], logs: Path,
 
 
 def check_alive(started: dict[str, Any], logs: Path) -> None:
+    """A UserError that names the log of a process that has ended."""
     for name, process in started.items():
         if process.poll() is not None:
             raise UserError(
@@ -164,10 +172,12 @@ def check_alive(started: dict[str, Any], logs: Path) -> None:
 
 
 def newer(file: Path, when: float) -> bool:
+    """Whether a file was touched since `when`, give or take a file system's clock."""
     return file.exists() and file.stat().st_mtime >= when - 1
 
 
 def listening(port: int) -> bool:
+    """Whether somebody listens on a port of this machine."""
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("localhost", port)) == 0

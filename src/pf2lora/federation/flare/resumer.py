@@ -1,9 +1,8 @@
-"""What lives in the server's main process: the stores, and the keeper of unfinished runs. Loads no torch."""
+"""What lives in the server's main process: what continues an unfinished run, and the stores. Loads no torch."""
 
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +14,14 @@ from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.apis.job_def import JobMetaKey
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
-from pf2lora.federation.protocol.runs import ALIVE, SITES, Status, read_status, say, write_status
+from pf2lora.federation.protocol.run_status import (
+    ALIVE,
+    SITES,
+    Status,
+    append_line,
+    read_status,
+    write_status,
+)
 
 TRIES = 3  # continuations without a finished round in between
 
@@ -30,6 +36,7 @@ class RunResumer(FLComponent):
         self.tries: dict[str, tuple[int, int]] = {}  # run: (finished rounds, continuations since)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """FLARE's events: a site was heard of, a job ended."""
         if event_type in (EventType.CLIENT_REGISTER_PROCESSED, EventType.CLIENT_HEARTBEAT_PROCESSED):
             peer = fl_ctx.get_peer_context()
             if peer and peer.get_identity_name():
@@ -57,10 +64,11 @@ class RunResumer(FLComponent):
             manager.update_meta(job, {"pf2lora": asdict(status)}, fl_ctx)
 
     def ended(self, folder: Path, status: Status, aborted: bool, fl_ctx: FLContext) -> None:
+        """The job of a run ended: continue the run, unless it is finished, was stopped, or gets nowhere."""
         if aborted and status.state == "running":
             status.state, status.line = "stopped", "stopped by an administrator; the same command resumes"
             write_status(folder, status)
-            say(folder, status.line)
+            append_line(folder, status.line)
         elif status.state in ("running", "continue"):
             done, tries = self.tries.get(folder.name, (-1, 0))
             tries = tries + 1 if done == status.round else 1
@@ -69,11 +77,12 @@ class RunResumer(FLComponent):
                 status.state = "failed"
                 status.line = f"{TRIES} jobs in a row finished no round; see the server's log"
                 write_status(folder, status)
-                say(folder, status.line)
+                append_line(folder, status.line)
             else:
                 self.continue_run(status, fl_ctx)
 
     def continue_run(self, status: Status, fl_ctx: FLContext) -> None:
+        """Submit the job that ended once more, in its submitter's name."""
         manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
         job = manager.get_job(status.job, fl_ctx)
         meta = {key.value: job.meta[key.value] for key in CARRIED if key.value in job.meta}
@@ -81,8 +90,9 @@ class RunResumer(FLComponent):
 
 
 def note(folder: Path, site: str) -> None:
+    """A file of the site's name whose age says when it was last heard of; nothing is in it."""
     folder.mkdir(exist_ok=True)
-    (folder / os.path.basename(site)).write_text(str(time.time()))
+    (folder / os.path.basename(site)).touch()
 
 
 CARRIED = (
@@ -100,14 +110,14 @@ CARRIED = (
 )
 
 
-class Jobs(SimpleJobDefManager):
+class JobStore(SimpleJobDefManager):
     """FLARE's job store, inside the server's own kit instead of the temporary folder."""
 
     def __init__(self) -> None:
         super().__init__(uri_root=str(Path.cwd() / "store" / "jobs"))
 
 
-class Snapshots(FilesystemStorage):
+class SnapshotStore(FilesystemStorage):
     """FLARE's snapshots, likewise."""
 
     def __init__(self) -> None:

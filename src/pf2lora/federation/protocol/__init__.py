@@ -1,1 +1,14 @@
-"""The two halves of a federated run and what passes between them. Knows nothing of FLARE."""
+"""The two halves of a federated run and what passes between them. Knows nothing of FLARE.
+
+plan          what a run is: settings, sites, timeouts and update checks
+names         what sites and runs may be called
+messages      a message as bytes, and the common adapter as named tensors
+allow_list    what a message may hold; the one place where it is decoded and checked
+problems      what a site may say about its own problems
+site          a site's half: its answer to each request of the server
+site_setup    what a site brings: its data, base model and method, from its own site.toml
+checkpoints   what a site keeps between rounds
+server        the server's half: whom it asks, what it accepts, the merge, its checkpoint
+run_status    where a run stands, for whoever watches
+outcome       a rehearsal's run folder
+"""

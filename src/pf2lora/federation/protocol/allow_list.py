@@ -1,83 +1,151 @@
-"""The site's allow-list: a message leaves only if every part of it is declared. It fails closed.
+"""What a message may hold. It is decoded and checked here once, at either end; what is not declared is refused.
 
-The server may ask for anything; what goes out is decided here, by the site's own installed code and its own policy
-file (`local/privacy.json`), on the whole message, just before it is sent.
+A site's own allow-list decides what leaves it, whatever the server asks for: the site's installed code and its own
+policy file (`local/privacy.json`) apply it to the whole message just before it is sent. The server applies the same
+list to what it gets, and a site a list of requests to what the server sends.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from reprlib import repr as short
 from typing import Any
 
 import torch
 
 from pf2lora.core.layout import Layout
-from pf2lora.federation.protocol import wire
-
-PROBLEMS = {
-    "disk-full": "the disk of its state folder is full",
-    "unwritable": "its state folder cannot be written",
-    "busy": "its state folder is in use by another process",
-    "state": "its saved state cannot be used",
-    "loss": "its loss stopped being a number; a smaller lr or client_lr usually helps",
-    "data": "its data or model could not be loaded",
-    "labels": "its data has labels that the federation does not name",
-    "refused": "its own allow-list refused the message: nothing was sent",
-    "failed": "it failed",
-}
-"""All that a site says about its own troubles; the details stay in its own log."""
+from pf2lora.federation.protocol.messages import (
+    Malformed,
+    Message,
+    check_tensors,
+    decode,
+    describe,
+    layout_from,
+    short_name,
+)
+from pf2lora.federation.protocol.problems import PROBLEMS
 
 DIGEST, VERSION = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9A-Za-z.+-]{1,40}")
 METRIC = re.compile(r"[A-Za-z0-9_@. -]{1,40}")
+MOST = 2**53  # beyond it a float no longer tells two counts apart
+
+Check = Callable[[Any], bool]
+Checks = Mapping[str, Check]
 
 
-class Refused(Exception):
-    """A message that must not leave the site."""
+@dataclass(frozen=True)
+class Declared:
+    """The fields of one kind of message, each with the check of its value, and whether x may be with them."""
+
+    required: Checks
+    optional: Checks = field(default_factory=dict)
+    tensors: bool = False
 
 
-class Guard:
-    """Knows the names, shapes and dtype of the common adapter and the declared metrics.
+def is_count(value: Any) -> bool:
+    """A whole number from 0 on."""
+    return type(value) is int and 0 <= value < MOST
 
-    A site checks what it sends, the server what it gets; the server does not know the metrics' names (None).
+
+def is_positive(value: Any) -> bool:
+    """A whole number from 1 on."""
+    return is_count(value) and value > 0
+
+
+def is_number(value: Any) -> bool:
+    """A finite number."""
+    return math.isfinite(value) if type(value) is float else type(value) is int and abs(value) < MOST
+
+
+def is_true(value: Any) -> bool:
+    """A flag; one that is not set is not sent."""
+    return value is True
+
+
+def is_problem(value: Any) -> bool:
+    """One of the fixed codes."""
+    return isinstance(value, str) and value in PROBLEMS
+
+
+def matches(pattern: re.Pattern[str]) -> Check:
+    """The check for a text that is all of `pattern`."""
+    return lambda value: isinstance(value, str) and bool(pattern.fullmatch(value))
+
+
+ROUND: Checks = {"round": is_positive}
+MEASURE_SERVED: Checks = {"measure_served": is_true}
+REQUESTS = {
+    "hello": Declared(ROUND),
+    "train": Declared(ROUND, {**MEASURE_SERVED, "measure_before": is_true}, tensors=True),
+    "measure": Declared(ROUND, MEASURE_SERVED, tensors=True),
+    "finish": Declared(ROUND, tensors=True),
+}
+"""What the server sends. Whether the tensors are x is checked where the adapter is known, in the site's session."""
+
+ANSWERS: tuple[str, ...] = ("hello", "update", "scores", "problem")
+"""The kinds of what a site sends."""
+
+
+def read_request(data: object) -> Message:
+    """The server's message in `data`, decoded and checked; `Malformed` if it is none."""
+    message = decode(data)
+    check_declared(message, REQUESTS)
+    return message
+
+
+class AllowList:
+    """What a site sends: the names, shapes and dtype of the common adapter, counts, and sums of declared metrics.
+
+    Without a `layout` any possible description of an adapter may come in a hello, and no adapter. Without `metrics`
+    any name of a metric will do: the server does not know which the task has.
     """
 
-    def __init__(self, layout: Layout, metrics: tuple[str, ...] | None, dtype: torch.dtype) -> None:
+    def __init__(self, layout: Layout | None, metrics: tuple[str, ...] | None, dtype: torch.dtype) -> None:
         self.layout, self.metrics, self.dtype = layout, metrics, dtype
-        self.entries = wire.describe(layout)
+        self.entries = None if layout is None else describe(layout)
+        self.declared = self.answers()
 
-    def check(self, data: object) -> None:
-        """Raise `Refused` unless `data` is a declared message."""
-        if not isinstance(data, bytes):
-            raise Refused(f"a message is bytes, not {type(data).__name__}")
-        try:
-            fields, tensors = wire.decode(data)
-        except wire.Malformed as error:
-            raise Refused(f"no message of pf2lora: {error}") from None
-        checks = {"hello": HELLO, "update": UPDATE, "scores": SCORES, "problem": PROBLEM}
-        declared = checks.get(str(fields.get("kind")))
-        if declared is None:
-            raise Refused(f"a message of kind {fields.get('kind')!r} is not declared")
-        for name, value in fields.items():
-            if name != "kind" and (name not in declared or not declared[name](self, value)):
-                raise Refused(
-                    f"the field {name!r} of a {fields['kind']!r} message is not declared or not as declared"
-                )
-        if fields["kind"] == "update" and (tensors or self.layout.shared):
-            self.check_adapter(tensors)
-        elif tensors:
-            raise Refused(
-                f"a {fields['kind']!r} message carries no tensors, this one has {sorted(tensors)[0]!r}"
-            )
+    def check(self, data: object, kinds: Collection[str] = ANSWERS) -> Message:
+        """The message in `data`, which must be of one of `kinds` and as declared; else `Malformed`."""
+        message = decode(data)
+        check_declared(message, {kind: self.declared[kind] for kind in kinds})
+        if message.tensors:  # the method "local" sends none
+            if self.layout is None:
+                raise Malformed("an adapter before it was agreed what it looks like")
+            check_tensors(self.layout, message.tensors, self.dtype)
+        return message
 
-    def check_adapter(self, tensors: dict[str, torch.Tensor]) -> None:
-        if not tensors:  # the method "local" sends nothing
-            return
-        try:
-            wire.check_tensors(self.layout, tensors, self.dtype)
-        except wire.Malformed as error:
-            raise Refused(str(error)) from None
+    def answers(self) -> dict[str, Declared]:
+        """The declared messages of a site, by kind."""
+        digest, version = matches(DIGEST), matches(VERSION)
+        hello: Checks = {
+            "model": digest,
+            "labels": digest,
+            "label_count": is_count,
+            "train_rows": is_positive,
+            "test_rows": is_count,
+            "layout": self.is_layout,
+            "engine": version,
+            "version": version,
+        }
+        trained: Checks = {"steps": is_positive, "loss": is_number}
+        measured: Checks = {"second_order": is_number, "served": self.is_scores, "before": self.is_scores}
+        return {
+            "hello": Declared({**ROUND, **hello}),
+            "update": Declared({**ROUND, **trained}, measured, tensors=True),
+            "scores": Declared({**ROUND, "served": self.is_scores}),
+            "problem": Declared({**ROUND, "code": is_problem}),
+        }
+
+    def is_layout(self, value: Any) -> bool:
+        """This adapter's own description; where none is known yet, a possible one."""
+        if self.entries is None:
+            layout_from(value)  # its Malformed says more than False
+            return True
+        return bool(value == self.entries)
 
     def is_scores(self, value: Any) -> bool:
         """A count of rows, and sums over them for the declared metrics."""
@@ -88,40 +156,26 @@ class Guard:
         )
 
     def is_metric(self, name: str) -> bool:
+        """A declared metric's name; where none are declared, a short plain one."""
         return bool(METRIC.fullmatch(name)) if self.metrics is None else name in self.metrics
 
 
-def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def matches(pattern: re.Pattern[str]) -> Callable[[Guard, Any], bool]:
-    return lambda guard, value: isinstance(value, str) and bool(pattern.fullmatch(value))
-
-
-Declared = dict[str, Callable[[Guard, Any], bool]]
-
-ROUND: Declared = {"round": lambda guard, v: is_count(v)}
-HELLO: Declared = ROUND | {
-    "model": matches(DIGEST),
-    "labels": matches(DIGEST),
-    "label_count": lambda guard, v: is_count(v),
-    "train_rows": lambda guard, v: is_count(v),
-    "test_rows": lambda guard, v: is_count(v),
-    "layout": lambda guard, v: v == guard.entries,
-    "engine": matches(VERSION),
-    "version": matches(VERSION),
-}
-UPDATE: Declared = ROUND | {
-    "steps": lambda guard, v: is_count(v),
-    "loss": lambda guard, v: is_number(v),
-    "second_order": lambda guard, v: is_number(v),
-    "served": lambda guard, v: guard.is_scores(v),
-    "before": lambda guard, v: guard.is_scores(v),
-}
-SCORES: Declared = ROUND | {"served": lambda guard, v: guard.is_scores(v)}
-PROBLEM: Declared = ROUND | {"code": lambda guard, v: v in PROBLEMS}
+def check_declared(message: Message, declared: Mapping[str, Declared]) -> None:
+    """`Malformed` unless the message's kind is one of `declared` and its fields are what that kind has."""
+    fields = message.fields
+    kind = fields.get("kind")
+    if not isinstance(kind, str) or kind not in declared:
+        raise Malformed(f"a message of kind {short(kind)} instead of {' or '.join(declared)}")
+    known = declared[kind]
+    for name in known.required:
+        if name not in fields:
+            raise Malformed(f"the field {name!r} of a {kind!r} message is missing")
+    checks = {**known.required, **known.optional}
+    for name, value in fields.items():
+        if name != "kind" and not (name in checks and checks[name](value)):
+            raise Malformed(
+                f"the field {short(name)} of a {kind!r} message is not declared or not as declared"
+            )
+    if message.tensors and not known.tensors:
+        first = short_name(min(message.tensors))
+        raise Malformed(f"a {kind!r} message carries no tensors, this one has {first}")

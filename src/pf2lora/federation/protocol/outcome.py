@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pf2lora.federation.protocol import wire
-from pf2lora.federation.protocol.coordinator import Coordinator
+from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.methods import METHODS
 from pf2lora.run import costs, trial
 from pf2lora.run import folder as run_folder
@@ -21,15 +21,16 @@ from pf2lora.run.trial import Workload
 
 
 def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequence[Path]) -> dict[str, Any]:
-    """Write result, report and adapters into `out`; `sites` are the sites' state folders."""
+    """Write result, report and adapters into `out`; `sites` are the sites' state folders. The clients have their own
+    names in them, whatever they are called as sites."""
     from pf2lora import report
     from pf2lora.run.experiment import describe
 
     name, config = plan.method, workload.config
-    coordinator = Coordinator(plan, server)
+    session = ServerSession(plan, server)
     set_up = trial.set_up(workload, name, config.seed)
     final = json.loads((server / "final.json").read_text())
-    rounds = round_records(plan, workload, coordinator, final)
+    rounds = round_records(plan, workload, session, final)
     layout = set_up.model.x
     record = {
         "seed": config.seed,
@@ -38,19 +39,19 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
         "rounds": rounds,
         "layers": set_up.model.layer_names,
         "parameters": costs.parameters(layout, set_up.model.y),
-        "bytes_per_round": sent_bytes(plan, coordinator),
+        "bytes_per_round": sent_bytes(plan, session),
         "flops_per_round": None,
         "seconds": sum(r["seconds"] for r in rounds),
         "peak_memory_bytes": None,
-        "warnings": left_out(coordinator),
+        "warnings": left_out(session, dict(zip(plan.sites, workload.names))),
     }
     for k, folder in enumerate(sites):
-        keep_adapters(folder / plan.name, out, plan.sites[k])
-    if coordinator.common is not None:
-        whole = torch.cat([coordinator.common, set_up.state.x[0].cpu()[layout.shared :]])
+        keep_adapters(folder / plan.name, out, workload.names[k])
+    if session.common is not None:
+        whole = torch.cat([session.common, set_up.state.x[0].cpu()[layout.shared :]])
         run_folder.save_common(out, set_up.model, whole, config.task, config.model)
     run_folder.save_description(
-        out, Saved(name, config.seed, config.task, list(plan.labels), list(plan.sites))
+        out, Saved(name, config.seed, config.task, list(plan.labels), list(workload.names))
     )
     result = describe(workload) | {
         "methods": {name: {"label": METHODS[name].label, "runs": [record]}},
@@ -63,11 +64,11 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
 
 
 def round_records(
-    plan: Plan, workload: Workload, coordinator: Coordinator, final: dict[str, Any]
+    plan: Plan, workload: Workload, session: ServerSession, final: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The server's records as result.json has them. What round r served is measured when round r + 1 begins."""
     measured, metrics = trial.evaluation_rounds(workload.config), list(workload.task.metrics)
-    later = [*(r["scores"] for r in coordinator.records[1:]), final]
+    later = [*(r["scores"] for r in session.records[1:]), final]
 
     def scores(answers: dict[str, Any], point: str) -> dict[str, list[float | None]] | None:
         found = [answers.get(site, {}).get(point) for site in plan.sites]
@@ -91,37 +92,42 @@ def round_records(
             "second_order_share": means(record["scores"], "second_order"),
             "ranks": None,  # likewise
         }
-        for record, after in zip(coordinator.records, later)
+        for record, after in zip(session.records, later)
     ]
 
 
-def sent_bytes(plan: Plan, coordinator: Coordinator) -> dict[str, float]:
+def sent_bytes(plan: Plan, session: ServerSession) -> dict[str, float]:
     """What a site sends up in a round, the mean over sites."""
-    if coordinator.common is None:
+    if session.common is None:
         return {"adapter": 0, "head": 0}
-    size = coordinator.dtype.itemsize
-    entries = coordinator.layout.shared_entries
+    size = session.dtype.itemsize
+    entries = session.layout.shared_entries
     head = size * sum(e.size for e in entries if e.kind == "head")
-    ranks = [coordinator.ranks.get(site) for site in plan.sites]
-    each = [sum(torch.Size(wire.truncated(e, r)).numel() for e in entries if e.kind != "head") for r in ranks]
+    ranks = [session.ranks.get(site) for site in plan.sites]
+    each = [
+        sum(torch.Size(messages.truncated(e, r)).numel() for e in entries if e.kind != "head") for r in ranks
+    ]
     return {"adapter": size * sum(each) / len(each), "head": head}
 
 
-def left_out(coordinator: Coordinator) -> list[str]:
-    """Rounds that somebody missed."""
+def left_out(session: ServerSession, clients: Mapping[str, str]) -> list[str]:
+    """Rounds that somebody missed; `clients` are the sites' own names."""
     found = []
-    for record in coordinator.records:
-        found += [f"round {record['round']}: {site} did not answer in time" for site in record["missing"]]
+    for record in session.records:
         found += [
-            f"round {record['round']}: {site} was left out: {why}" for site, why in record["refused"].items()
+            f"round {record['round']}: {clients[site]} did not answer in time" for site in record["missing"]
+        ]
+        found += [
+            f"round {record['round']}: {clients[site]} was left out: {why}"
+            for site, why in record["refused"].items()
         ]
     return found
 
 
-def keep_adapters(state: Path, out: Path, site: str) -> None:
-    """A site's exported adapters; in a rehearsal they may leave it."""
-    if (state / "clients" / site).is_dir():
-        shutil.copytree(state / "clients" / site, out / "clients" / site, dirs_exist_ok=True)
+def keep_adapters(state: Path, out: Path, client: str) -> None:
+    """Copy a client's adapters from its site's state folder; in a rehearsal they may leave it."""
+    if (state / "clients" / client).is_dir():
+        shutil.copytree(state / "clients" / client, out / "clients" / client, dirs_exist_ok=True)
         target = out / "state" / "clients"
         target.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(state / "state" / "clients" / f"{site}.safetensors", target)
+        shutil.copy2(state / "state" / "clients" / f"{client}.safetensors", target)

@@ -1,18 +1,16 @@
-"""What a federated run is: the run's config, who takes part, and how the server treats silence and nonsense."""
+"""What a federated run is: the run's config, who takes part, and the server's timeouts and update checks."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, unknown
+from pf2lora.federation.protocol.names import check_name, check_sites
 from pf2lora.run.config import Config, from_dict
-
-NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_name("run", self.name)
-        for site in self.sites:
-            check_name("site", site)
-        twice = [site for site in self.sites if self.sites.count(site) > 1]
-        if twice:
-            raise UserError(f"two sites are called {twice[0]!r}; every site needs a name of its own")
+        check_sites(self.sites)
         if not self.sites:
             raise UserError("a federation needs at least one site")
         if self.wire not in ("float32", "bfloat16"):
@@ -52,9 +46,13 @@ class Plan:
             )
         if not self.norm_limit > 1:
             raise UserError(f"norm_limit is {self.norm_limit}; it is a multiple of the median norm, above 1")
-        if self.method == "centralized":
+        from pf2lora.methods import METHODS  # not above: reading a status needs no torch
+
+        if self.method not in METHODS:
+            raise unknown("method", self.method, METHODS)
+        if METHODS[self.method].pooled:
             raise UserError(
-                "centralized pools everybody's data: it is no federation; run it with `pf2lora run`"
+                f"{self.method} pools everybody's data: it is no federation; run it with `pf2lora train`"
             )
 
     @property
@@ -67,17 +65,11 @@ class Plan:
         return max(1, math.ceil(self.quorum * asked - 1e-9))
 
     def to_json(self) -> str:
+        """The plan as a job carries it."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
+        """The plan of `to_json`'s text, checked."""
         values = json.loads(text)
         return cls(**values | {"sites": tuple(values["sites"]), "labels": tuple(values["labels"])})
-
-
-def check_name(what: str, name: str) -> None:
-    """Names become folder names and certificate subjects."""
-    if not NAME.fullmatch(name):
-        raise UserError(
-            f"{what} name {name!r}: use letters, digits, '.', '_' and '-' (at most 64, no dot or dash at the ends)"
-        )

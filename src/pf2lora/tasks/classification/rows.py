@@ -15,7 +15,7 @@ from pf2lora.data.files import (
     natural_order,
     require_column,
 )
-from pf2lora.errors import UserError
+from pf2lora.errors import UnknownLabel, UserError
 
 TEXT_COLUMNS = ("text", "sentence", "review", "content", "comment", "message", "body", "document", "tweet")
 LABEL_COLUMNS = (
@@ -116,6 +116,6 @@ def check_labels(
                     raise _unseen_label(where, row.label, labels)
 
 
-def _unseen_label(where: str, label: str, labels: Sequence[str]) -> UserError:
+def _unseen_label(where: str, label: str, labels: Sequence[str]) -> UnknownLabel:
     listed = ", ".join(labels[:12]) + (" …" if len(labels) > 12 else "")
-    return UserError(f"{where}: the label {label!r} is unseen in training (labels there: {listed})")
+    return UnknownLabel(f"{where}: the label {label!r} is unseen in training (labels there: {listed})")

@@ -1,24 +1,27 @@
-"""A site's work, built from its own files: `site.toml` says where its data, base model and state are."""
+"""What a site brings to a run, built from its own files: `site.toml` says where its data, base model and state are."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import pf2lora
-from pf2lora.core.method import State, moved
+from pf2lora.core.layout import Layout
+from pf2lora.core.method import Loss, Method, State, moved
 from pf2lora.data.client import Client
+from pf2lora.data.per_client import check_name
 from pf2lora.data.spec import load
+from pf2lora.engines.batches import BatchSource
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
-from pf2lora.federation.protocol import wire
+from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.state import digest
-from pf2lora.federation.protocol.worker import Scores, SiteWork
 from pf2lora.methods.hetlora import HetLoRA, initial_ranks
 from pf2lora.run import trial as trials
 from pf2lora.run.config import Config, convert, from_dict, merged, option_types, read_toml
@@ -27,10 +30,37 @@ SITE_FILE = "site.toml"
 FILES = ("clients", "test", "text", "pair", "label", "test_ratio", "limit")
 
 
+Scores = dict[str, float]
+"""`rows` and, by metric, the score times the rows: counts and sums, nothing about a single example."""
+
+
+@dataclass(frozen=True)
+class SiteSetup:
+    """What a site brings to a run, none of which leaves it but the declared facts."""
+
+    client: str  # its name, by which batches are drawn and its adapters are kept
+    method: Method
+    F: Loss
+    source: BatchSource  # of one client
+    initial: State
+    measure: Callable[[State, int], Scores]  # with the state after a round
+    facts: dict[str, Any]  # what the server checks before round 1
+    metrics: tuple[str, ...]
+    graphs: bool = True  # record the local step on a CUDA device
+    export: Callable[[State, int], None] = lambda state, number: None
+
+    @property
+    def layout(self) -> Layout:
+        """The common adapter, and which part of it may be sent."""
+        return self.method.layout
+
+
 @dataclass(frozen=True)
 class SiteFile:
-    """What a site says about itself, to itself only. Paths are relative to the file."""
+    """What a site says about itself, to itself only. Paths are relative to the file. `name` is the client's name,
+    where it is another than the site's."""
 
+    name: str = ""
     model: str = ""
     state: str = "state"
     device: str = "auto"
@@ -59,6 +89,8 @@ def read_site_file(path: Path) -> SiteFile:
     found = SiteFile(**plain, data=data)
     if not found.model:
         raise UserError(f"{path}: model is missing; give the base model's folder or hub name")
+    if found.name:
+        check_name(found.name, path)
     return found
 
 
@@ -88,11 +120,12 @@ def site_config(plan: Plan, file: Path) -> tuple[Config, SiteFile]:
 
 
 def state_folder(plan: Plan, file: Path) -> Path:
+    """Where a site keeps the state of this run, by its own file."""
     return file.parent / read_site_file(file).state / plan.name
 
 
-def load_client(config: Config, plan: Plan, site: str) -> tuple[Client[Any], list[str]]:
-    """The site's rows, under the site's name: batches are drawn by name, so they are those of a local run."""
+def load_client(config: Config, plan: Plan, name: str) -> tuple[Client[Any], list[str]]:
+    """The site's rows, under the client's name: batches are drawn by name, so they are those of a local run."""
     from pf2lora.run.experiment import TASKS
 
     if config.task == "classification":
@@ -104,22 +137,22 @@ def load_client(config: Config, plan: Plan, site: str) -> tuple[Client[Any], lis
         raise UserError(
             f"the site's data makes {len(clients)} clients; a site is one client: give it one file"
         )
-    return replace(clients[0], name=site), labels
+    return replace(clients[0], name=name), labels
 
 
-def build(plan: Plan, file: Path, site: str) -> SiteWork:
+def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     """Data, base model and method of a site. It sees nobody else's."""
     from pf2lora.adapters.base_model import fresh_parameters
     from pf2lora.run.experiment import build_workload
 
-    config, _ = site_config(plan, file)
-    client, labels = load_client(config, plan, site)
+    config, own = site_config(plan, file)
+    client, labels = load_client(config, plan, own.name or site)
     workload = build_workload(config, [client], labels)
     base = workload.base
     fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
     trial = trials.set_up(workload, plan.method, config.seed)
     if isinstance(trial.method, HetLoRA):
-        trial = with_own_rank(trial, plan, site)
+        trial = with_own_rank(trial, plan, site, client.name)
     named = hashlib.sha256(json.dumps(labels).encode()).hexdigest()
     facts = {
         "model": fingerprint,
@@ -127,7 +160,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteWork:
         "label_count": len(labels),
         "train_rows": len(client.train),
         "test_rows": len(client.test),
-        "layout": wire.describe(trial.method.layout),
+        "layout": messages.describe(trial.method.layout),
         "engine": require_nvflare(),
         "version": pf2lora.__version__,
     }
@@ -143,10 +176,10 @@ def build(plan: Plan, file: Path, site: str) -> SiteWork:
 
         x, y = trials.served_models(trial, state, number)
         where = state_folder(plan, file)
-        save_client(where, trial.model, site, x[0], y[0], config.task, config.model)
+        save_client(where, trial.model, client.name, x[0], y[0], config.task, config.model)
 
-    return SiteWork(
-        site,
+    return SiteSetup(
+        client.name,
         trial.method,
         trial.F,
         trial.source,
@@ -159,13 +192,13 @@ def build(plan: Plan, file: Path, site: str) -> SiteWork:
     )
 
 
-def with_own_rank(trial: trials.Trial, plan: Plan, site: str) -> trials.Trial:
+def with_own_rank(trial: trials.Trial, plan: Plan, site: str, client: str) -> trials.Trial:
     """HETLoRA's first rank goes by the site's place among all sites, which a site alone cannot know."""
     method = trial.method
     assert isinstance(method, HetLoRA)
     ranks = initial_ranks(len(plan.sites), method.r_min, trial.model.spec.rank)
     method = replace(method, ranks=(ranks[plan.sites.index(site)],))
-    x, y = trial.model.initial(trial.seed, [site])
+    x, y = trial.model.initial(trial.seed, [client])
     return replace(trial, method=method, state=method.init(x.to(trial.state.x), y.to(trial.state.y)))
 
 
@@ -173,3 +206,14 @@ def model_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings that make two base models the same, wherever they lie and whatever loaded them."""
     ignored = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
     return {k: v for k, v in config.items() if k not in ignored}
+
+
+def digest(model: torch.nn.Module, config: dict[str, object], fresh: Collection[str] = ()) -> str:
+    """A fingerprint of a base model: its settings and every weight but `fresh` ones, which no checkpoint gave."""
+    sha = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        if name in fresh:
+            continue
+        sha.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()

@@ -6,25 +6,48 @@ goes back to the state it had when that round began.
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import hashlib
-import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from pf2lora import atomic
 from pf2lora.core.method import State, over_tensors
-from pf2lora.federation.protocol.files import StateFolderError, unwritable, write_whole
+from pf2lora.errors import UserError
 
 KEPT = 3  # rounds
 
 
-class Saved(NamedTuple):
+class StateFolderError(UserError):
+    """A run's state cannot be written or read. `code` is what the server is told of it."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """An OSError of what is written into `folder` meanwhile becomes one line for the user, a StateFolderError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            line, code = f"the disk of {folder} is full: free some space, then start again", "disk-full"
+        else:
+            reason = error.strerror or str(error)
+            line = f"the folder {folder} cannot be written ({reason}): choose another or fix it"
+            code = "unwritable"
+        raise StateFolderError(line, code) from None
+
+
+class Checkpoint(NamedTuple):
     """A site's state after `round` (0: before the first), with the local steps it has done."""
 
     round: int
@@ -32,7 +55,7 @@ class Saved(NamedTuple):
     state: State
 
 
-class StateFolder:
+class CheckpointFolder:
     """The rounds of one run at one site. Only one process may use it at a time."""
 
     def __init__(self, folder: Path, run: str) -> None:
@@ -41,11 +64,9 @@ class StateFolder:
 
     def open(self) -> None:
         """Make the folder and lock it."""
-        try:
+        with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.lock = (self.folder / "lock").open("w")
-        except OSError as error:
-            raise unwritable(self.folder, error) from None
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -53,23 +74,26 @@ class StateFolder:
                 f"the state folder {self.folder} is in use by another process", "busy"
             ) from None
 
-    def save(self, saved: Saved) -> None:
+    def save(self, saved: Checkpoint) -> None:
         """All or nothing: a crash leaves the round before untouched."""
         tensors = {str(i): t.detach().cpu().contiguous() for i, t in enumerate(leaves(saved.state))}
         header = {"run": self.run, "round": str(saved.round), "steps": str(saved.steps)}
-        write_whole(self.path(saved.round), save(tensors, metadata=header))
+        with writing(self.folder):
+            atomic.write_bytes(self.path(saved.round), save(tensors, metadata=header))
         for old in self.rounds()[:-KEPT]:
             self.path(old).unlink(missing_ok=True)
 
-    def newest_before(self, number: int, initial: State) -> Saved:
+    def newest_before(self, number: int, initial: State) -> Checkpoint:
         """The state with which round `number` begins; later ones, of rounds that the server lost, are dropped."""
         for later in [r for r in self.rounds() if r >= number]:
             self.path(later).unlink(missing_ok=True)
         for found in reversed(self.rounds()):
             return self.load(found, initial)
-        return Saved(0, 0, initial)
+        return Checkpoint(0, 0, initial)
 
-    def load(self, number: int, like: State) -> Saved:
+    def load(self, number: int, like: State) -> Checkpoint:
+        """The state after round `number`, on the device of `like`, whose shapes it must have; a StateFolderError if it
+        cannot be used."""
         path = self.path(number)
         try:
             with safe_open(path, "pt") as file:
@@ -89,12 +113,14 @@ class StateFolder:
                 )
             return piece.to(template.device)
 
-        return Saved(int(header["round"]), int(header["steps"]), over_tensors(restored, like))
+        return Checkpoint(int(header["round"]), int(header["steps"]), over_tensors(restored, like))
 
     def rounds(self) -> list[int]:
+        """The rounds whose state is here, oldest first."""
         return sorted(int(p.stem.removeprefix("round-")) for p in self.folder.glob("round-*.safetensors"))
 
     def path(self, number: int) -> Path:
+        """The file of the state after round `number`."""
         return self.folder / f"round-{number:06d}.safetensors"
 
 
@@ -108,14 +134,3 @@ def leaves(state: State) -> Iterator[Tensor]:
 
     over_tensors(note, state)
     return iter(found)
-
-
-def digest(model: torch.nn.Module, config: dict[str, object], fresh: Collection[str] = ()) -> str:
-    """A fingerprint of a base model: its settings and every weight but `fresh` ones, which no checkpoint gave."""
-    sha = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        if name in fresh:
-            continue
-        sha.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()

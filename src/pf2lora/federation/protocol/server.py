@@ -7,130 +7,161 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from pf2lora import atomic
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Method
 from pf2lora.core.randomness import participants
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
-from pf2lora.federation.protocol import wire
-from pf2lora.federation.protocol.allow_list import HELLO, PROBLEMS, Guard, Refused, is_count
-from pf2lora.federation.protocol.files import write_json, write_whole
+from pf2lora.federation.protocol.allow_list import AllowList
+from pf2lora.federation.protocol.checkpoints import writing
+from pf2lora.federation.protocol.messages import (
+    Malformed,
+    Message,
+    dtype_named,
+    encode,
+    layout_from,
+    rank_of,
+    to_flat,
+    to_tensors,
+)
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.problems import PROBLEMS
 from pf2lora.methods import METHODS
 
 MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds")  # between a run's beginning and its resumption
 
 
-class Coordinator:
+class RoundRecord(TypedDict):
+    """What the server keeps of a round, as JSON. Names are the sites'."""
+
+    round: int
+    seconds: float
+    answered: list[str]  # whose updates were merged
+    missing: list[str]  # who was asked and did not answer in time
+    refused: dict[str, str]  # who was left out, and why
+    stopped: list[str]  # who said that it cannot go on
+    bytes: dict[str, int]  # the size of each answer
+    scores: dict[str, dict[str, Any]]  # the fields of each answer that was not refused
+
+
+class ServerSession:
     """Rounds of a plan, from the last finished one on. `folder` is the run's folder on the server."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder, self.config = plan, folder, plan.run
-        self.dtype = wire.dtype_named(plan.wire)
+        self.dtype = dtype_named(plan.wire)
         self.done = 0  # finished rounds
         self.common: Tensor | None = None  # x after them
         self.sites: dict[str, dict[str, Any]] = {}  # what each said of itself
         self.ranks: dict[str, int | None] = {}  # of the last updates; HETLoRA's sites get x truncated to it
         self.method: Method | None = None
-        self.records: list[dict[str, Any]] = []
-        folder.mkdir(parents=True, exist_ok=True)
+        self.records: list[RoundRecord] = []
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self.check_same_plan()
         self.resume()
 
     # --- who is there ---------------------------------------------------------------------------------------
 
-    def welcome(self, site: str, data: bytes) -> None:
-        """A site's `hello`; what does not fit the others is a UserError that names the site and the remedy."""
-        facts = wire.decode(data).fields
-        if facts.get("kind") == "problem":
-            why = PROBLEMS.get(facts.get("code", ""), PROBLEMS["failed"])
-            raise UserError(f"{site} cannot take part: {why} (its own log says more)")
-        if set(facts) != {"kind", *HELLO} or not is_count(facts["train_rows"]):
-            raise UserError(f"{site} says hello in an unknown way: install the same version of pf2lora there")
+    def register(self, site: str, data: object) -> None:
+        """Take a site's answer to a hello. `Malformed` if it is none; a UserError that names the site and the remedy
+        if the site has a problem, or does not fit the others."""
+        message = AllowList(None, None, self.dtype).check(data, ("hello", "problem"))
+        facts = message.fields
+        if message.kind == "problem":
+            raise UserError(f"{site} cannot take part: {PROBLEMS[facts['code']]} (its own log says more)")
         for other, seen in self.sites.items():
             if other != site:
-                compare(site, facts, other, seen)
+                check_fits(site, facts, other, seen)
         self.sites[site] = facts
         if self.method is None:
-            self.method = server_method(self.plan, wire.layout_from(facts["layout"]))
+            self.method = server_method(self.plan, layout_from(facts["layout"]))
+
+    @property
+    def known_method(self) -> Method:
+        """The method, which takes the sites' description of their adapter."""
+        assert self.method is not None, "no site has said hello"
+        return self.method
 
     @property
     def layout(self) -> Layout:
-        assert self.method is not None
-        return self.method.layout
+        """The common adapter, as the sites described it."""
+        return self.known_method.layout
 
     def chosen(self, number: int) -> list[str]:
-        """Who takes part in a round by the plan, present or not."""
+        """Who takes part in round `number` by the plan, present or not."""
         every = self.plan.sites
         return [
             every[k] for k in participants(self.config.seed, number, len(every), self.config.participation)
         ]
 
-    # --- messages -------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def hello(self) -> bytes:
+        """The request that a site introduces itself."""
+        return encode({"kind": "hello", "round": self.done + 1})
 
     def requests(self, present: list[str], measured: set[int]) -> dict[str, bytes]:
-        """The next round's message to each site that is there: train, or only measure what was served last."""
-        number, messages = self.done + 1, {}
-        served = self.done in measured
+        """The next round's request to each site that is there: train, or only measure what was served last."""
+        number, found = self.done + 1, {}
+        chosen, served = self.chosen(number), self.done in measured
         for site in present:
             fields: dict[str, Any] = {"kind": "train", "round": number}
-            if site not in self.chosen(number):
+            if served:
+                fields["measure_served"] = True
+            if site not in chosen:
                 if not served:
                     continue
                 fields["kind"] = "measure"
-            if served:
-                fields["measure_served"] = True
-            if number in measured:
+            elif number in measured:
                 fields["measure_before"] = True
-            messages[site] = wire.encode(fields, self.for_site(site))
-        return messages
+            found[site] = encode(fields, self.common_for(site))
+        return found
 
-    def farewell(self, present: list[str]) -> dict[str, bytes]:
+    def finish_requests(self, present: list[str]) -> dict[str, bytes]:
         """After the last round: the last average, to keep and to measure."""
         fields = {"kind": "finish", "round": self.done + 1}
-        return {site: wire.encode(fields, self.for_site(site)) for site in present}
+        return {site: encode(fields, self.common_for(site)) for site in present}
 
-    def for_site(self, site: str) -> dict[str, Tensor]:
+    def common_for(self, site: str) -> dict[str, Tensor]:
+        """x as this site gets it; nothing before the first average."""
         if self.common is None:
             return {}
-        return wire.to_tensors(self.layout, self.common, self.ranks.get(site), self.dtype)
+        return to_tensors(self.layout, self.common, self.ranks.get(site), self.dtype)
 
-    # --- a round's end --------------------------------------------------------------------------------------
+    # --- answers --------------------------------------------------------------------------------------------
 
-    def finish_round(
-        self, answers: Mapping[str, bytes], seconds: float, missing: list[str]
-    ) -> dict[str, Any]:
-        """Check the updates, merge the sane ones, save. The record says who was left out and why."""
+    def finish_round(self, answers: Mapping[str, object], seconds: float, missing: list[str]) -> RoundRecord:
+        """Check the updates, merge the usable ones, save. The record says who was left out and why."""
         number = self.done + 1
         read, refused = self.read(answers, number)
-        stopped = [
-            s for s, m in read.items() if m.fields["kind"] == "problem" and m.fields["code"] != "refused"
-        ]
-        updates = {site: m for site, m in read.items() if m.fields["kind"] == "update"}
-        vectors = {site: wire.to_flat(self.layout, m.tensors) for site, m in updates.items() if m.tensors}
-        refused |= self.too_far(vectors)
+        stopped = [s for s, m in read.items() if m.kind == "problem" and m.fields["code"] != "refused"]
+        updates = {site: m for site, m in read.items() if m.kind == "update"}
+        vectors = {site: to_flat(self.layout, m.tensors) for site, m in updates.items() if m.tensors}
+        refused |= self.beyond_norm_limit(vectors)
         kept = [s for s in self.plan.sites if s in updates and s not in refused]
         asked = len(self.chosen(number))
         if len(kept) < self.plan.needed(asked):
             raise QuorumMissed(number, len(kept), asked, self.plan, missing, refused)
-        if any(site in vectors for site in kept):
+        if vectors:
             self.merge(kept, vectors)
-            self.ranks |= {s: wire.rank_of(self.layout, updates[s].tensors) for s in kept}
-        record = {
+            self.ranks |= {s: rank_of(self.layout, updates[s].tensors) for s in kept}
+        record: RoundRecord = {
             "round": number,
             "seconds": seconds,
             "answered": kept,
             "missing": missing,
             "refused": refused,
             "stopped": stopped,
-            "bytes": {site: len(data) for site, data in answers.items()},
+            "bytes": {site: len(data) if isinstance(data, bytes) else 0 for site, data in answers.items()},
             "scores": {site: m.fields for site, m in read.items() if site not in refused},
         }
         self.records.append(record)
@@ -138,53 +169,44 @@ class Coordinator:
         self.save()
         return record
 
-    def read(
-        self, answers: Mapping[str, bytes], number: int
-    ) -> tuple[dict[str, wire.Message], dict[str, str]]:
-        """The answers that are what they should be, and why others are not (a site's own problem is among those)."""
-        read: dict[str, wire.Message] = {}
+    def read(self, answers: Mapping[str, object], number: int) -> tuple[dict[str, Message], dict[str, str]]:
+        """The answers to round `number`, and why sites are left out: a message that is not what it should be, or a
+        problem that the site itself tells."""
+        read: dict[str, Message] = {}
         refused: dict[str, str] = {}
+        chosen = self.chosen(number)
         for site, data in answers.items():
             try:
-                read[site] = self.readable(data, number)
-            except wire.Malformed as error:
+                read[site] = self.read_answer(data, "update" if site in chosen else "scores", number)
+            except Malformed as error:
                 refused[site] = str(error)
                 continue
-            if read[site].fields["kind"] == "problem":
+            if read[site].kind == "problem":
                 refused[site] = PROBLEMS[read[site].fields["code"]]
         return read, refused
 
+    def read_answer(self, data: object, kind: str, number: int) -> Message:
+        """A site's answer of `kind`, or its problem, for round `number`: as declared and finite, else `Malformed`."""
+        message = AllowList(self.layout, None, self.dtype).check(data, (kind, "problem"))
+        if message.round != number:
+            raise Malformed(f"a {message.kind!r} of round {message.round} instead of round {number}")
+        if message.kind == "update" and bool(message.tensors) != self.known_method.federated:
+            has = "with" if message.tensors else "without"
+            raise Malformed(f"an update {has} the common adapter, in a run of {self.plan.method!r}")
+        for name, tensor in message.tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise Malformed(f"the tensor {name!r} has values that are not finite")
+        return message
+
     def merge(self, sites: list[str], vectors: Mapping[str, Tensor]) -> None:
         """The method's own average of what these sites sent."""
-        assert self.method is not None
         sizes = [self.sites[s]["train_rows"] for s in sites]
         weights = merge_weights(sizes, self.config.weighting)
-        self.common = self.method.merge(torch.stack([vectors[s] for s in sites]), weights)
+        self.common = self.known_method.merge(torch.stack([vectors[s] for s in sites]), weights)
 
-    def readable(self, data: bytes, number: int) -> wire.Message:
-        """An answer for this round that is as declared and finite."""
-        try:
-            Guard(self.layout, None, self.dtype).check(data)
-        except Refused as error:
-            raise wire.Malformed(str(error)) from None
-        fields, tensors = wire.decode(data)
-        if fields["kind"] == "hello" or fields.get("round") != number:
-            raise wire.Malformed(
-                f"a {fields['kind']!r} of round {fields.get('round')} instead of round {number}"
-            )
-        if fields["kind"] == "update":
-            if not tensors and METHODS[self.plan.method].federated:
-                raise wire.Malformed("an update without the common adapter")
-            if "loss" not in fields or not fields.get("steps"):
-                raise wire.Malformed("an update without its loss and steps")
-        for name, tensor in tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise wire.Malformed(f"the tensor {name!r} has values that are not finite")
-        return wire.Message(fields, tensors)
-
-    def too_far(self, vectors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Updates whose norm is beyond the limit. It is the norm of x as sent, not of its change: where the others
-        have converged, the honest change of a site that was away is many times theirs."""
+    def beyond_norm_limit(self, vectors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Sites whose update has a norm beyond the limit, with the reason. It is the norm of x as sent, not of its
+        change: where the others have converged, the honest change of a site that was away is many times theirs."""
         norms = {site: float(v.double().norm()) for site, v in vectors.items()}
         if len(norms) < 3:  # of two, nobody can say which is the odd one
             return {}
@@ -195,15 +217,16 @@ class Coordinator:
             if norm > limit
         }
 
-    def finish(self, answers: Mapping[str, bytes]) -> None:
+    def finish(self, answers: Mapping[str, object]) -> None:
         """The last scores, and the end."""
-        scores = {}
+        scores: dict[str, dict[str, Any]] = {}
         for site, data in answers.items():
             try:
-                scores[site] = self.readable(data, self.done + 1).fields
-            except wire.Malformed as error:
+                scores[site] = self.read_answer(data, "scores", self.done + 1).fields
+            except Malformed as error:
                 scores[site] = {"kind": "problem", "reason": str(error)}
-        write_json(self.folder / "final.json", scores)
+        with writing(self.folder):
+            atomic.write_json(self.folder / "final.json", scores)
         self.save()
 
     # --- the checkpoint -------------------------------------------------------------------------------------
@@ -219,7 +242,8 @@ class Coordinator:
         }
         tensors = {"common": self.common} if self.common is not None else {}
         path = self.folder / f"round-{self.done:06d}.safetensors"
-        write_whole(path, save(tensors, metadata={"server": json.dumps(knowledge)}))
+        with writing(self.folder):
+            atomic.write_bytes(path, save(tensors, metadata={"server": json.dumps(knowledge)}))
         for old in sorted(self.folder.glob("round-*.safetensors"))[:-2]:
             old.unlink(missing_ok=True)
 
@@ -237,7 +261,8 @@ class Coordinator:
                 raise UserError(
                     f"the run {self.plan.name!r} exists with another {key}: choose another --name"
                 )
-        write_json(file, plan)
+        with writing(self.folder):
+            atomic.write_json(file, plan)
 
     def resume(self) -> None:
         """Go on after the last finished round, if there is one."""
@@ -250,7 +275,7 @@ class Coordinator:
         self.done, self.records, self.ranks = knowledge["done"], knowledge["records"], knowledge["ranks"]
         for site, facts in knowledge["facts"].items():
             self.sites[site] = facts
-            self.method = self.method or server_method(self.plan, wire.layout_from(facts["layout"]))
+            self.method = self.method or server_method(self.plan, layout_from(facts["layout"]))
 
 
 class QuorumMissed(UserError):
@@ -267,8 +292,8 @@ class QuorumMissed(UserError):
         )
 
 
-def compare(site: str, facts: Mapping[str, Any], other: str, theirs: Mapping[str, Any]) -> None:
-    """Two sites must agree on what makes an average of their adapters meaningful."""
+def check_fits(site: str, facts: Mapping[str, Any], other: str, theirs: Mapping[str, Any]) -> None:
+    """A UserError where two sites do not agree on what makes an average of their adapters meaningful."""
     if facts["version"] != theirs["version"]:
         raise UserError(
             f"{site} runs pf2lora {facts['version']}, {other} {theirs['version']}: install the same version everywhere"

@@ -11,10 +11,10 @@ from safetensors.torch import save
 from small_federation import SITES, Small, make_plan, make_small
 
 from pf2lora.core.method import State
-from pf2lora.federation.protocol import wire
-from pf2lora.federation.protocol.allow_list import Guard, Refused
-from pf2lora.federation.protocol.coordinator import QuorumMissed
-from pf2lora.federation.protocol.state import leaves
+from pf2lora.federation.protocol import messages
+from pf2lora.federation.protocol.allow_list import AllowList, read_request
+from pf2lora.federation.protocol.checkpoints import leaves
+from pf2lora.federation.protocol.server import QuorumMissed
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,20 +23,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # --- only x leaves ------------------------------------------------------------------------------------------
 
 
-def guard_of(small: Small, site: str = "site-1") -> Guard:
-    work = small.works[site]
-    return Guard(work.layout, work.metrics, torch.float32)
+def allow_list_of(small: Small, site: str = "site-1") -> AllowList:
+    setup = small.setups[site]
+    return AllowList(setup.layout, setup.metrics, torch.float32)
 
 
-def update(small: Small, site: str = "site-1") -> wire.Message:
+def update(small: Small, site: str = "site-1") -> messages.Message:
     request = small.coordinator.requests([site], set())[site]
-    return wire.decode(small.workers[site].answer(request))
+    return messages.decode(small.sessions[site].answer(read_request(request)))
 
 
-def test_the_guard_lets_an_update_pass(small: Small) -> None:
+def test_the_allow_list_lets_an_update_pass(small: Small) -> None:
     message = update(small)
-    assert message.fields["kind"] == "update" and message.tensors  # else the guard had nothing to judge
-    guard_of(small).check(wire.encode(message.fields, message.tensors))  # raises Refused
+    assert message.fields["kind"] == "update" and message.tensors  # else there was nothing to judge
+    allow_list_of(small).check(messages.encode(message.fields, message.tensors))  # raises Malformed
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_the_guard_lets_an_update_pass(small: Small) -> None:
         "trailing",
     ],
 )
-def test_the_guard_refuses_what_is_not_declared(small: Small, leak: str) -> None:
-    (fields, tensors), work = update(small), small.works["site-1"]
-    state = small.workers["site-1"].latest.state  # type: ignore[union-attr]
+def test_the_allow_list_refuses_what_is_not_declared(small: Small, leak: str) -> None:
+    (fields, tensors), setup = update(small), small.setups["site-1"]
+    state = small.sessions["site-1"].latest.state  # type: ignore[union-attr]
     first = min(name for name in tensors if name.endswith(".A"))
     data = None
     if leak == "y":
@@ -66,7 +66,7 @@ def test_the_guard_refuses_what_is_not_declared(small: Small, leak: str) -> None
     elif leak == "text":
         fields["note"] = "w1 w2 w3"
     elif leak == "metadata":
-        data = save(tensors, metadata={wire.FIELDS: json.dumps(fields), "author": "w1 w2"})
+        data = save(tensors, metadata={messages.FIELDS: json.dumps(fields), "author": "w1 w2"})
     elif leak == "per-example":
         fields["served"] = {"rows": 2, "accuracy": [1.0, 0.0]}
     elif leak == "float":
@@ -77,11 +77,11 @@ def test_the_guard_refuses_what_is_not_declared(small: Small, leak: str) -> None
         fields["served"] = {"rows": 2, "first_text": 1.0}
     elif leak == "kind":
         fields["kind"] = "dump"
-    data = data or wire.encode(fields, tensors)
+    data = data or messages.encode(fields, tensors)
     if leak == "trailing":
         data += b"w1 w2 w3"
-    with pytest.raises(Refused):
-        Guard(work.layout, work.metrics, torch.float32).check(data)
+    with pytest.raises(messages.Malformed):
+        AllowList(setup.layout, setup.metrics, torch.float32).check(data)
 
 
 def test_no_tensor_of_y_is_in_the_bytes_of_a_run(small: Small) -> None:
@@ -89,24 +89,24 @@ def test_no_tensor_of_y_is_in_the_bytes_of_a_run(small: Small) -> None:
         small.round()
     sent = b"".join(data for _, data in small.messages)
     for site in SITES:
-        work, worker = small.works[site], small.workers[site]
-        trained = work.method.layout
+        setup, session = small.setups[site], small.sessions[site]
+        trained = setup.method.layout
         assert trained.shared == trained.size
-        for number in worker.folder.rounds():
-            state = worker.folder.load(number, work.initial).state
+        for number in session.folder.rounds():
+            state = session.folder.load(number, setup.initial).state
             for name, tensor in small_layout(small, site, state).items():
                 if tensor.abs().max() > 0:
                     assert tensor.flatten()[:8].contiguous().numpy().tobytes() not in sent, name
             moments = state.opt.mean[0, :8].contiguous().numpy().tobytes()
             assert moments not in sent
-    x = wire.decode(small.messages[-1][1]).tensors
+    x = messages.decode(small.messages[-1][1]).tensors
     some = next(iter(x.values()))
     assert some.flatten()[:8].contiguous().numpy().tobytes() in sent  # the search finds what is there
 
 
 def small_layout(small: Small, site: str, state: State) -> dict[str, torch.Tensor]:
     """The tensors of y, by name."""
-    F = small.works[site].F
+    F = small.setups[site].F
     model = F.args[0]  # type: ignore[attr-defined]
     return {name: t[0] for name, t in model.y.unpack(state.y).items()}
 
@@ -115,7 +115,7 @@ def small_layout(small: Small, site: str, state: State) -> dict[str, torch.Tenso
 
 
 def changed(data: bytes, how: str) -> bytes:
-    fields, tensors = wire.decode(data)
+    fields, tensors = messages.decode(data)
     if fields["kind"] != "update":
         return data
     first = min(name for name in tensors if name.endswith(".A"))
@@ -135,7 +135,7 @@ def changed(data: bytes, how: str) -> bytes:
         tensors = {}
     elif how == "bytes":
         return data[:-3]
-    return wire.encode(fields, tensors)
+    return messages.encode(fields, tensors)
 
 
 @pytest.mark.parametrize("how", ["names", "shapes", "nan", "norm", "round", "bytes", "loss", "nothing"])

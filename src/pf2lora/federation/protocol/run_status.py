@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pf2lora.federation.protocol.files import write_json
+from pf2lora import atomic
 
 SITES = "registered"  # a file per site, as old as its way to this server
 ALIVE = "alive"  # a file per site, as old as its last heartbeat
@@ -30,6 +30,7 @@ class Status:
 
 
 def run_folder(root: Path, name: str) -> Path:
+    """The folder of the run `name` in the server's kit `root`."""
     return root / "runs" / name
 
 
@@ -37,9 +38,9 @@ def write_status(folder: Path, status: Status, *, of_run: bool = True) -> None:
     """Where a job stands, and with it the run; not the run, if the job may not touch it."""
     status.time = time.time()
     (folder / JOBS).mkdir(exist_ok=True)
-    write_json(folder / JOBS / f"{status.job}.json", asdict(status))
+    atomic.write_json(folder / JOBS / f"{status.job}.json", asdict(status))
     if of_run:
-        write_json(folder / STATUS, asdict(status))
+        atomic.write_json(folder / STATUS, asdict(status))
 
 
 def read_status(folder: Path, job: str = "") -> Status | None:
@@ -51,13 +52,13 @@ def read_status(folder: Path, job: str = "") -> Status | None:
         return None
 
 
-def say(folder: Path, line: str) -> None:
+def append_line(folder: Path, line: str) -> None:
     """One line about the run, for whoever watches."""
     with (folder / LINES).open("a", encoding="utf8") as file:
         file.write(json.dumps({"time": time.time(), "line": line}, ensure_ascii=False) + "\n")
 
 
-def said(folder: Path, skip: int = 0) -> list[str]:
+def read_lines(folder: Path, skip: int = 0) -> list[str]:
     """The lines after the first `skip`."""
     try:
         text = (folder / LINES).read_text(encoding="utf8")

@@ -1,0 +1,202 @@
+"""What crosses the network: one flat safetensors buffer per message, the declared fields in its header.
+
+A message is the named tensors of the common adapter (none, in messages without it) and a small JSON object. The
+format has room for nothing else: safetensors refuses buffers with gaps or with bytes after the last tensor, and a
+JSON key that stands twice is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from reprlib import repr as short
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from pf2lora.core.layout import Entry, Layout
+from pf2lora.errors import UserError
+
+FIELDS = "pf2lora"  # the header's only metadata key
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LARGEST = 2**32  # numbers in a common adapter
+LONGEST = 200  # characters of a tensor's name, or of an error that quotes foreign bytes
+
+
+class Malformed(ValueError):
+    """Bytes that are no message, or not the message that was agreed on. One printable line."""
+
+
+class Message(NamedTuple):
+    """A decoded message. `kind` and `round` are there once the message was checked (`allow_list`)."""
+
+    fields: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def kind(self) -> str:
+        """What it is: hello, train, update, …"""
+        return str(self.fields["kind"])
+
+    @property
+    def round(self) -> int:
+        """The round it belongs to, from 1."""
+        return int(self.fields["round"])
+
+
+def encode(fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> bytes:
+    """A message as bytes."""
+    text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
+    return save(dict(tensors or {}), metadata={FIELDS: text})
+
+
+def decode(data: object) -> Message:
+    """The message in `data`; whatever is not exactly a message raises `Malformed`, and nothing else."""
+    if not isinstance(data, bytes):
+        raise Malformed(f"a message is bytes, not {type(data).__name__}")
+    try:
+        length = int.from_bytes(data[:8], "little")
+        metadata = strict_json(data[8 : 8 + length])["__metadata__"]
+        fields = strict_json(metadata[FIELDS])
+        tensors = load(data)
+    except Exception as error:  # the bytes are foreign: whatever a parser raises, they are no message
+        raise Malformed(f"no message of pf2lora: {one_line(error)}") from None
+    if set(metadata) != {FIELDS}:
+        raise Malformed(f"its header holds {short(sorted(metadata))} instead of {FIELDS!r} alone")
+    if not isinstance(fields, dict):
+        raise Malformed("its fields are no object")
+    return Message(fields, tensors)
+
+
+def strict_json(text: str | bytes) -> Any:
+    """JSON without keys that stand twice (the first would leave unseen) and without NaN and infinities."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a key stands twice")
+        return found
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number")
+
+    return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error that may quote foreign bytes: short and printable."""
+    line = (str(error).splitlines() or [""])[0][:LONGEST]
+    return "".join(c if c.isprintable() else "?" for c in line) or type(error).__name__
+
+
+def truncated(entry: Entry, rank: int | None) -> tuple[int, ...]:
+    """The shape of an entry's first `rank` rows (A) or columns (B); None is all of them."""
+    if rank is None or entry.kind == "head":
+        return entry.shape
+    rows, columns = entry.shape
+    return (min(rank, rows), columns) if entry.kind == "A" else (rows, min(rank, columns))
+
+
+def to_tensors(layout: Layout, common: Tensor, rank: int | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The shared numbers `common (shared,)` as named tensors, truncated to `rank` (HETLoRA's r_k)."""
+    sizes = [entry.size for entry in layout.shared_entries]
+    pieces = torch.split(common.detach().cpu(), sizes) if sizes else ()
+    return {
+        entry.name: cut(piece.view(entry.shape), truncated(entry, rank)).to(dtype).contiguous()
+        for entry, piece in zip(layout.shared_entries, pieces)
+    }
+
+
+def cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The first rows and columns of a tensor, as a view of shape `shape`."""
+    return tensor[tuple(slice(size) for size in shape)]
+
+
+def to_flat(layout: Layout, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Named tensors as `(shared,)`; what was truncated is zero again."""
+    flat = torch.zeros(layout.shared)
+    for entry in layout.shared_entries:
+        if entry.name not in tensors:
+            continue
+        start, sent = layout.offsets[entry.name], tensors[entry.name]
+        whole = flat[start : start + entry.size].view(entry.shape)
+        cut(whole, tuple(sent.shape))[...] = sent.float()
+    return flat
+
+
+def rank_of(layout: Layout, tensors: Mapping[str, Tensor]) -> int | None:
+    """The rank that `tensors` were truncated to; None where nothing was cut off."""
+    for entry in layout.shared_entries:
+        if entry.kind == "A" and entry.name in tensors and tensors[entry.name].dim() == 2:
+            rank = tensors[entry.name].shape[0]
+            return rank if rank < entry.shape[0] else None
+    return None
+
+
+def check_tensors(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """`Malformed` unless these are exactly the shared entries, in their shapes (all truncated to one rank) and in
+    `dtype`."""
+    expected = {entry.name: entry for entry in layout.shared_entries}
+    for name in tensors:
+        if name not in expected:
+            raise Malformed(f"the tensor {short_name(name)} is not part of the common adapter")
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise Malformed(f"the tensor {missing[0]!r} is missing")
+    rank = rank_of(layout, tensors)
+    if rank == 0:
+        raise Malformed("the common adapter is truncated to nothing")
+    for name, entry in expected.items():
+        found, shape = tensors[name], truncated(entry, rank)
+        if tuple(found.shape) != shape:
+            raise Malformed(f"the tensor {name!r} has shape {tuple(found.shape)}, not {shape}")
+        if found.dtype != dtype:
+            raise Malformed(f"the tensor {name!r} is {found.dtype}, not {dtype}")
+
+
+def short_name(name: str) -> str:
+    """A foreign tensor's name, quoted and cut."""
+    return repr(name if len(name) <= LONGEST else name[:LONGEST] + "…")
+
+
+def describe(layout: Layout) -> list[list[Any]]:
+    """The shared entries as JSON, for a server that has no base model to derive them from."""
+    return [[e.module, e.kind, list(e.shape), e.parameter] for e in layout.shared_entries]
+
+
+def layout_from(entries: Any) -> Layout:
+    """The layout of `describe`'s entries: all of it is shared. `Malformed` if no model could have such a one."""
+    if not isinstance(entries, list):
+        raise Malformed("the description of the common adapter is no list")
+    found = tuple(entry_from(entry) for entry in entries)
+    layout = Layout(found, sum(entry.size for entry in found))
+    if len(layout.by_name) < len(found):
+        raise Malformed("the description of the common adapter names a tensor twice")
+    if layout.size > LARGEST:
+        raise Malformed(f"the description of the common adapter has more than {LARGEST} numbers")
+    factors = {kind: {e.module: e for e in found if e.kind == kind} for kind in ("A", "B")}
+    for module in factors["A"].keys() | factors["B"].keys():
+        down, up = factors["A"].get(module), factors["B"].get(module)
+        if down is None or up is None or down.shape[0] != up.shape[1]:
+            raise Malformed(f"the description of the common adapter: A and B of {module!r} do not fit")
+    return layout
+
+
+def entry_from(described: Any) -> Entry:
+    """One entry of `describe`, checked."""
+    match described:
+        case [str(module), ("A" | "B" | "head") as kind, [_, *_] as shape, str(parameter)]:
+            sizes_fit = all(type(n) is int and 0 < n <= LARGEST for n in shape)
+            dimensions_fit = len(shape) <= 4 if kind == "head" else len(shape) == 2
+            if sizes_fit and dimensions_fit and len(module) + len(parameter) <= LONGEST:
+                return Entry(module, kind, tuple(shape), parameter)
+    raise Malformed(f"the description of the common adapter has an impossible entry {short(described)}")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype in which x travels, by the name that a plan gives it."""
+    if name not in DTYPES:
+        raise UserError(f"wire is {name!r}; x travels as {' or '.join(DTYPES)}")
+    return DTYPES[name]

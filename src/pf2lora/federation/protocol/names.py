@@ -1,0 +1,65 @@
+"""Names of sites and runs, and the names that a rehearsal gives its clients as sites."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+
+from pf2lora.errors import UserError
+
+SITE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,62}[A-Za-z0-9])?")
+RUN = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
+RESERVED = ("server", "authority")  # the other folders beside the sites' kits; the second holds the root key
+LONGEST = 56  # characters of a derived name; a number may follow
+
+
+def is_site_name(name: str) -> bool:
+    """Whether a site may be called so: it is a folder's name, a certificate's subject and FLARE's name of a client."""
+    return bool(SITE.fullmatch(name)) and name.lower() not in RESERVED
+
+
+def check_sites(sites: Sequence[str]) -> None:
+    """A UserError where a site cannot be called so, or two have one name."""
+    for site in sites:
+        if site.lower() in RESERVED:
+            raise UserError(f"site name {site!r}: it is taken by the federation itself; choose another")
+        if not is_site_name(site):
+            raise UserError(
+                f"site name {site!r}: use letters, digits, '_' and '-' (at most 64, letters or digits at the ends)"
+            )
+        if sites.count(site) > 1:
+            raise UserError(f"two sites are called {site!r}; every site needs a name of its own")
+
+
+def check_name(what: str, name: str) -> None:
+    """A UserError where a run or a project (`what`) cannot be called so: its name is a folder's."""
+    if not RUN.fullmatch(name):
+        raise UserError(
+            f"{what} name {name!r}: use letters, digits, '.', '_' and '-' (at most 64, letters or digits at the ends)"
+        )
+
+
+def site_names(clients: Sequence[str]) -> tuple[str, ...]:
+    """A site's name for each client of a rehearsal: its own where a site may be called so, else one made of it
+    ("Clinic A" is clinic-a), with a number where that is taken. The same clients always get the same names."""
+    taken = {name.lower() for name in clients if is_site_name(name)} | set(RESERVED)
+    found = []
+    for client in clients:
+        name = client
+        if not is_site_name(client):
+            plain, number = plain_name(client), 1
+            name = plain
+            while name in taken:
+                number += 1
+                name = f"{plain}-{number}"
+            taken.add(name)
+        found.append(name)
+    return tuple(found)
+
+
+def plain_name(name: str) -> str:
+    """A name in small ASCII letters, digits and dashes: "Klinik Süd" is klinik-sud; one that has none is "site"."""
+    letters = unicodedata.normalize("NFKD", name.casefold())
+    ascii_only = "".join(c for c in letters if not unicodedata.combining(c))
+    return re.sub(r"[^a-z0-9_]+", "-", ascii_only)[:LONGEST].strip("-_") or "site"

@@ -1,0 +1,32 @@
+"""What a site may say about its own problems: a code of this list. The details stay in its own log."""
+
+from __future__ import annotations
+
+from pf2lora.engines.local import NonFiniteLoss
+from pf2lora.errors import UnknownLabel
+from pf2lora.federation.protocol.checkpoints import StateFolderError
+from pf2lora.federation.protocol.messages import Malformed
+
+PROBLEMS = {
+    "disk-full": "the disk of its state folder is full",
+    "unwritable": "its state folder cannot be written",
+    "busy": "its state folder is in use by another process",
+    "state": "its saved state cannot be used",
+    "loss": "its loss stopped being a number; a smaller lr or client_lr usually helps",
+    "data": "its data or model could not be loaded",
+    "labels": "its data has labels that the federation does not name",
+    "message": "it cannot use the server's message; is the same version of pf2lora installed there?",
+    "refused": "its own allow-list refused the message: nothing was sent",
+    "failed": "it failed",
+}
+"""Each code with what it means to the others."""
+
+
+def problem_code(error: Exception) -> str:
+    """The code under which a site tells the server of an error."""
+    if isinstance(error, StateFolderError):
+        return error.code
+    for kind, code in ((NonFiniteLoss, "loss"), (UnknownLabel, "labels"), (Malformed, "message")):
+        if isinstance(error, kind):
+            return code
+    return "data"

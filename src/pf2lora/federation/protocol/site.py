@@ -1,0 +1,86 @@
+"""A site's half of a run: what it does with a message from the server, and what it answers. Knows nothing of FLARE."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from pf2lora.core.method import State
+from pf2lora.engines.local import NonFiniteLoss, check_finite, local_steps
+from pf2lora.engines.stepper import make_stepper
+from pf2lora.federation.protocol.checkpoints import Checkpoint, CheckpointFolder
+from pf2lora.federation.protocol.messages import Message, check_tensors, encode, to_flat, to_tensors
+from pf2lora.federation.protocol.site_setup import Scores, SiteSetup
+from pf2lora.methods.hetlora import Ranked
+
+
+class SiteSession:
+    """Answers the server's messages: `hello`, `train`, `measure` and `finish`."""
+
+    def __init__(self, setup: SiteSetup, folder: CheckpointFolder, steps: int, dtype: torch.dtype) -> None:
+        self.setup, self.folder, self.steps, self.dtype = setup, folder, steps, dtype
+        self.stepper = make_stepper(setup.F, setup.initial.x.device, graphs=setup.graphs)
+        self.latest: Checkpoint | None = None  # the newest state on disk, to spare a read
+
+    def answer(self, request: Message) -> bytes:
+        """The reply to one request of the server, as `read_request` gave it. An adapter that is not this site's is
+        `Malformed`; a site's own problems are UserErrors."""
+        kind, number = request.kind, request.round
+        if kind == "hello":
+            return encode({"kind": "hello", "round": number} | self.setup.facts)
+        if request.tensors:
+            check_tensors(self.setup.layout, request.tensors, self.dtype)
+        state, saved = self.received(number, request.tensors)
+        if kind == "train":
+            return self.train(number, state, saved.steps, request.fields)
+        if kind == "finish":
+            self.setup.export(state, number - 1)
+        return encode({"kind": "scores", "round": number, "served": self.measured(state, number - 1)})
+
+    def received(self, number: int, tensors: dict[str, torch.Tensor]) -> tuple[State, Checkpoint]:
+        """The state a round begins with: the site's own of its last round, with the server's x in it."""
+        saved = self.latest
+        if saved is None or saved.round >= number:
+            saved = self.folder.newest_before(number, self.setup.initial)
+        if not tensors:  # before the first average, or a method that sends nothing
+            return saved.state, saved
+        common = to_flat(self.setup.layout, tensors).to(saved.state.x)
+        return self.setup.method.receive(saved.state, common), saved
+
+    def measured(self, state: State, number: int) -> Scores:
+        """The scores with the state after round `number`; one that is no number cannot be sent and is left out."""
+        return {name: v for name, v in self.setup.measure(state, number).items() if math.isfinite(v)}
+
+    def train(self, number: int, state: State, done: int, fields: dict[str, Any]) -> bytes:
+        """One round's local steps; the state is on disk before the update leaves."""
+        setup = self.setup
+        answer: dict[str, Any] = {"kind": "update", "round": number}
+        if fields.get("measure_served"):
+            answer["served"] = self.measured(state, number - 1)
+        (variant,) = setup.method.variants_for_round(state)
+        state, report = local_steps(
+            variant, setup.F, state, setup.source, [0], [done], self.steps, stepper=self.stepper
+        )
+        check_finite(report.loss.cpu(), [setup.client], number)
+        answer |= {"steps": self.steps, "loss": float(report.loss.sum())}
+        if report.second_order is not None:
+            share = float(report.second_order.sum())
+            answer |= {"second_order": share} if math.isfinite(share) else {}
+        if fields.get("measure_before"):
+            answer["before"] = self.measured(state, number)
+        state, leaves = setup.method.send(state)
+        if leaves.numel() and not bool(torch.isfinite(leaves).all()):
+            raise NonFiniteLoss(f"the common adapter of {setup.client!r} became infinite in round {number}")
+        self.latest = Checkpoint(number, done + self.steps, state)
+        self.folder.save(self.latest)
+        tensors = {}
+        if leaves.numel():
+            tensors = to_tensors(setup.layout, leaves[0], sent_rank(state), self.dtype)
+        return encode(answer, tensors)
+
+
+def sent_rank(state: State) -> int | None:
+    """HETLoRA's r_k: only that part of x leaves."""
+    return int(state.opt.rank[0]) if isinstance(state.opt, Ranked) else None

@@ -1,0 +1,173 @@
+"""FLARE's classes around the two sessions, called directly: no processes, no network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_federation import SITES, make_plan, make_small, write_data, write_model, write_site_file
+
+pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
+
+from nvflare.apis.fl_constant import FLContextKey, ReservedKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.signal import Signal
+
+from pf2lora.errors import UserError
+from pf2lora.federation.flare.controller import FederationController, body
+from pf2lora.federation.flare.executor import BODY, AllowListFilter, SiteExecutor
+from pf2lora.federation.protocol.messages import Malformed, decode, encode
+from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.run_status import read_lines
+from pf2lora.federation.protocol.server import QuorumMissed, ServerSession
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def controller_of(plan: Plan, folder: Path, hellos: dict[str, Any]) -> FederationController:
+    """A controller before its first round, to whom the sites answer as in `hellos`."""
+    made = FederationController(plan.to_json())
+    made.root = made.folder = folder
+    made.session = ServerSession(plan, folder)
+    engine = SimpleNamespace(get_clients=lambda: [SimpleNamespace(name=site) for site in plan.sites])
+    made.fl_ctx = SimpleNamespace(get_engine=lambda: engine)
+    made.exchange = lambda name, requests, timeout: hellos  # type: ignore[method-assign]
+    return made
+
+
+@pytest.fixture
+def hellos(tmp_path: Path) -> dict[str, bytes]:
+    """What four sites that fit together answer to a hello."""
+    small = make_small(tmp_path / "small", make_plan("homlora"))
+    return small.ask(dict.fromkeys(SITES, small.coordinator.hello()))
+
+
+def test_garbage_in_a_hello_leaves_out_its_site_alone(tmp_path: Path, hellos: dict[str, bytes]) -> None:
+    bad = {"site-1": encode({"kind": "problem", "round": 1}), "site-3": None}
+    controller = controller_of(make_plan("homlora"), tmp_path / "run", hellos | bad)
+    controller.collect_hellos()
+    assert controller.present == ["site-2", "site-4"]
+    said = read_lines(tmp_path / "run")
+    assert any("site-1 is left out" in line and "'code'" in line for line in said)
+    assert any("site-3 is left out" in line and "same version" in line for line in said)
+
+
+def test_too_few_hellos_stop_the_run_and_say_why(tmp_path: Path, hellos: dict[str, bytes]) -> None:
+    bad = dict.fromkeys(SITES[:3], b"garbage")
+    controller = controller_of(make_plan("homlora"), tmp_path / "run", hellos | bad)
+    with pytest.raises(QuorumMissed, match=r"site-1: its hello cannot be read .*site-3: its hello"):
+        controller.collect_hellos()
+
+
+def test_a_site_that_does_not_fit_stops_the_run_before_round_1(
+    tmp_path: Path, hellos: dict[str, bytes]
+) -> None:
+    other = encode(decode(hellos["site-2"]).fields | {"model": "0" * 64})
+    controller = controller_of(make_plan("homlora"), tmp_path / "run", hellos | {"site-2": other})
+    with pytest.raises(UserError, match="site-2 has another base model than site-1"):
+        controller.collect_hellos()
+
+
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [
+        (make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR), "refused"),
+        (make_reply(ReturnCode.EXECUTION_EXCEPTION), "failed"),
+    ],
+)
+def test_what_flare_says_of_a_failure_is_a_problem(result: Shareable, code: str) -> None:
+    assert decode(body(result, 7)).fields == {"kind": "problem", "round": 7, "code": code}
+
+
+def test_an_answer_that_is_no_message_is_left_to_the_session() -> None:
+    assert body(Shareable({BODY: "text"}), 7) == "text"
+    assert body(Shareable(), 7) is None
+
+
+# --- the site -----------------------------------------------------------------------------------------------
+
+
+def context_of(site: str, kit: Path) -> FLContext:
+    """FLARE's context as a site's process has it; its `site.toml` is in `kit`."""
+    context = FLContext()
+    context.set_prop(ReservedKey.IDENTITY_NAME, site, private=False, sticky=False)
+    workspace = SimpleNamespace(get_site_config_dir=lambda: str(kit))
+    context.set_prop(FLContextKey.WORKSPACE_OBJECT, workspace, private=True, sticky=False)
+    return context
+
+
+def ask(executor: SiteExecutor, context: FLContext, request: bytes) -> Shareable:
+    return executor.execute("round", Shareable({BODY: request}), context, Signal())
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Path:
+    write_model(tmp_path / "model")
+    write_data(tmp_path, SITES[:1])
+    return write_site_file(tmp_path / "kit" / "site.toml", tmp_path, SITES[0]).parent
+
+
+HELLO = encode({"kind": "hello", "round": 1})
+
+
+def test_a_site_answers_and_its_filter_lets_it_pass(kit: Path) -> None:
+    executor, context = SiteExecutor(make_plan(sites=SITES[:1]).to_json()), context_of(SITES[0], kit)
+    reply = ask(executor, context, HELLO)
+    assert AllowListFilter().process(reply, context) is reply
+    assert decode(reply[BODY]).fields["kind"] == "hello"
+    reply["more"] = "text"
+    with pytest.raises(Malformed, match="'more'"):
+        AllowListFilter().process(reply, context)
+
+
+def test_before_a_site_is_set_up_it_can_only_tell_a_problem(kit: Path) -> None:
+    context = context_of(SITES[0], kit)
+    problem = Shareable({BODY: encode({"kind": "problem", "round": 1, "code": "data"})})
+    assert AllowListFilter().process(problem, context) is problem
+    for fields in ({"kind": "hello", "round": 1}, {"kind": "update", "round": 1, "steps": 1, "loss": 1.0}):
+        with pytest.raises(Malformed, match="instead of problem"):
+            AllowListFilter().process(Shareable({BODY: encode(fields)}), context)
+
+
+def broken_data(kit: Path) -> str:
+    (kit.parent / "train" / f"{SITES[0]}.jsonl").write_text("{")
+    return "data"
+
+
+def strange_label(kit: Path) -> str:
+    rows = kit.parent / "train" / f"{SITES[0]}.jsonl"
+    rows.write_text(rows.read_text() + json.dumps({"text": "unseen in training", "label": "so-so"}) + "\n")
+    return "labels"
+
+
+def no_folder(kit: Path) -> str:
+    (kit.parent / "state").write_text("a file")
+    return "unwritable"
+
+
+@pytest.mark.parametrize("broken", [broken_data, strange_label, no_folder])
+def test_a_sites_problem_is_a_code_to_the_server_and_a_line_at_home(
+    kit: Path, broken: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = broken(kit)
+    executor, context = SiteExecutor(make_plan(sites=SITES[:1]).to_json()), context_of(SITES[0], kit)
+    for request in (HELLO, encode({"kind": "train", "round": 3})):
+        number = decode(request).round
+        reply = AllowListFilter().process(ask(executor, context, request), context)
+        assert decode(reply[BODY]).fields == {"kind": "problem", "round": number, "code": code}
+    assert "pf2lora: site-1: " in capfd.readouterr().err
+
+
+def test_a_site_says_that_it_cannot_use_the_servers_message(kit: Path) -> None:
+    import torch
+
+    executor, context = SiteExecutor(make_plan(sites=SITES[:1]).to_json()), context_of(SITES[0], kit)
+    ask(executor, context, HELLO)
+    reply = ask(executor, context, encode({"kind": "train", "round": 1}, {"x": torch.zeros(2)}))
+    assert decode(reply[BODY]).fields["code"] == "message"
+    with pytest.raises(Malformed):  # FLARE tells the server that the task failed
+        ask(executor, context, b"garbage")
