@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -38,21 +37,27 @@ class Trial:
 
 
 def set_up(
-    workload: Workload, name: str, seed: int, *, among: Sequence[str] | None = None, check: bool = False
+    workload: Workload,
+    name: str,
+    seed: int,
+    *,
+    place: tuple[int, int] | None = None,
+    compiled: bool = True,
 ) -> Trial:
     """The method called `name` on the workload, from its first state.
 
-    `among` are all clients of the run where the workload has only some of them (a site of a federation has one).
+    `place` is the position of the workload's one client among all of them, and how many there are: a site of a
+    federation sees nobody else's data. `compiled` off leaves the model as it is, for a mere check.
     """
     config, kind = workload.config, METHODS[name]
     model = TwoLevelModel(workload.base, adapter_spec(config, name))
     try:
-        if config.model.compile and not check:
+        if config.model.compile and compiled:
             model.compile()
         names = ["pooled"] if kind.pooled else workload.names
-        among = names if kind.pooled or among is None else list(among)
-        positions = tuple(among.index(client) for client in names)
-        method = build_method(config, name, model.x, len(among), positions)
+        position, clients = place or (0, len(names))
+        positions = tuple(range(position, position + len(names)))
+        method = build_method(config, name, model.x, clients, positions)
         schedule = schedule_of(config, seed)
         rows = workload.train.pooled() if kind.pooled else workload.train
         learners = len(participants(seed, 1, len(workload.clients), schedule.participation))
@@ -123,4 +128,4 @@ def schedule_of(config: Config, seed: int) -> Schedule:
 def check_methods(workload: Workload) -> None:
     """Set every method up once: a mistake in the last one should not cost the training of the first."""
     for name in workload.config.training.method:
-        set_up(workload, name, workload.config.training.seed, check=True).model.remove()
+        set_up(workload, name, workload.config.training.seed, compiled=False).model.remove()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -50,6 +50,9 @@ class TaskSettings(ABC, Generic[Row]):
 
     name: ClassVar[str]
     datasets: ClassVar[Mapping[str, Dataset[Any]]] = {}
+    labelled: ClassVar[bool] = (
+        False  # clients must agree on labels, which nobody who sees only some of them knows
+    )
 
     def read_records(self, path: str | Path) -> list[Record]:
         """All records of one file, in whatever formats the task's data comes in."""
@@ -84,6 +87,14 @@ class TaskSettings(ABC, Generic[Row]):
         test_records: Mapping[str, Sequence[Record]] | None = None,
     ) -> None:
         """Raise a UserError where rows do not fit the labels; `test_records` name the lines of test files."""
+
+    def to_record(self, row: Row) -> dict[str, Any]:
+        """A row as a line of a data file, from which `rows` makes the same row again."""
+        return {k: v for k, v in asdict(row).items() if v is not None}  # type: ignore[call-overload]
+
+    def record_columns(self, rows: Sequence[Row]) -> dict[str, str]:
+        """The columns of such records, by the settings that name them, where they are not guessed right."""
+        return {}
 
     def split_key(self, row: Row) -> str:
         """What a held-out part keeps the shares of."""

@@ -33,6 +33,7 @@ class ClassificationSettings(TaskSettings[TextRow]):
     label: str | None = setting(None, "column of the label (guessed)", column=True)
 
     name: ClassVar[str] = "classification"
+    labelled: ClassVar[bool] = True
     datasets: ClassVar[Mapping[str, Dataset[Any]]] = glue.DATASETS | movie_reviews.DATASETS
 
     def __post_init__(self) -> None:
@@ -67,6 +68,10 @@ class ClassificationSettings(TaskSettings[TextRow]):
         test_records: Mapping[str, Sequence[Record]] | None = None,
     ) -> None:
         check_labels(clients, labels, test_records)
+
+    def record_columns(self, rows: Sequence[TextRow]) -> dict[str, str]:
+        named = {"text": "text", "label": "label"}
+        return named | ({"pair": "pair"} if any(row.pair is not None for row in rows) else {})
 
     def split_key(self, row: TextRow) -> str:
         return row.label

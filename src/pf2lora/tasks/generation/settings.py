@@ -60,5 +60,8 @@ class GenerationSettings(TaskSettings[PromptRow]):
 
         return Generation(load_tokenizer(model), self, scores=self.scores or metric or "e2e")
 
+    def to_record(self, row: PromptRow) -> dict[str, Any]:
+        return {"prompt": row.prompt, "target": list(row.targets), "group": row.group}
+
     def partition_key(self, row: PromptRow) -> str:
         return row.group

@@ -81,5 +81,10 @@ class QuestionAnsweringSettings(TaskSettings[QuestionRow]):
                         f"answerable ones"
                     )
 
+    def to_record(self, row: QuestionRow) -> dict[str, Any]:
+        answers = [{"text": text, "answer_start": start} for text, start in zip(row.answers, row.starts)]
+        asked = {"id": row.id, "context": row.context, "question": row.question, "title": row.topic}
+        return asked | {"answers": answers}
+
     def partition_key(self, row: QuestionRow) -> str:
         return row.topic
