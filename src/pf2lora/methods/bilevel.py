@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
@@ -29,12 +30,11 @@ class Watched(NamedTuple):
 
 @dataclass(frozen=True)
 class Bilevel(Method):
-    """`client_lr` is α. `hypergradient` is a way to the second-order term (exact, difference, none), or "auto":
-    `difference` until a client's share is known, then `none` while it is under what the base model's `precision`
-    resolves, and measured again now and then. What a client does depends on nobody else.
+    """`hypergradient_mode` is the way to the second-order term (exact, difference, none), or "auto": `difference` until
+    a client's share is known, then `none` while it is under what the base model's `precision` resolves, and measured
+    again now and then. What a client does depends on nobody else.
     """
 
-    client_lr: float = 0.03
     hypergradient_mode: str = "difference"
     precision: str = "float32"
 
@@ -46,6 +46,11 @@ class Bilevel(Method):
             raise unknown("hypergradient mode", self.hypergradient_mode, [*HYPERGRADIENTS, AUTO])
         if self.precision not in ROUNDOFF:
             raise unknown("precision", self.precision, ROUNDOFF)
+
+    @property
+    @abstractmethod
+    def alpha(self) -> float:
+        """α, the lower level's rate."""
 
     @property
     def effective_mode(self) -> str:
