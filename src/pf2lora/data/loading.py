@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pf2lora.core.streams import numpy_generator
 from pf2lora.data.client import Client, Pool
 from pf2lora.data.files import Record, expand_paths, natural_order
 from pf2lora.data.per_client import check_same_clients, records_per_client
 from pf2lora.data.settings import DataSettings
 from pf2lora.data.sharing import PARTITIONS, share_out
-from pf2lora.data.split import MINIMUM_ROWS, rng_for, split_rows, subsample
+from pf2lora.data.split import MINIMUM_ROWS, split_rows, subsample
 from pf2lora.errors import UserError, unknown
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def split_client(
 ) -> Client[Row]:
     """A client with a part of its rows held out, drawn by its name: who else takes part does not change it."""
     keys = [task.split_key(row) for row in rows]
-    return Client(name, *split_rows(rows, keys, test_ratio, rng_for(seed, "split", name)))
+    return Client(name, *split_rows(rows, keys, test_ratio, numpy_generator(seed, "split", name)))
 
 
 def pooled_files(task: TaskSettings[Row], data: DataSettings, seed: int, notes: list[str]) -> Pool[Row]:
@@ -149,7 +150,9 @@ def pooled_files(task: TaskSettings[Row], data: DataSettings, seed: int, notes: 
         test = task.rows(held_out, records, notes)
     else:
         keys = [task.split_key(row) for row in rows]
-        left, out = split_rows(list(zip(rows, records)), keys, data.test_ratio, rng_for(seed, "split"))
+        left, out = split_rows(
+            list(zip(rows, records)), keys, data.test_ratio, numpy_generator(seed, "split")
+        )
         rows, records = [row for row, _ in left], [record for _, record in left]
         test, held_out = [row for row, _ in out], [record for _, record in out]
     order = tuple(natural_order(task.partition_key(row) for row in rows + test))
@@ -159,7 +162,9 @@ def pooled_files(task: TaskSettings[Row], data: DataSettings, seed: int, notes: 
 def limited(task: TaskSettings[Row], client: Client[Row], limit: int, seed: int) -> Client[Row]:
     """At most `limit` training rows."""
     keys = [task.split_key(row) for row in client.train]
-    return replace(client, train=subsample(client.train, keys, limit, rng_for(seed, "limit", client.name)))
+    return replace(
+        client, train=subsample(client.train, keys, limit, numpy_generator(seed, "limit", client.name))
+    )
 
 
 def read_rows(task: TaskSettings[Row], file: Path, labels: Sequence[str]) -> list[Row]:

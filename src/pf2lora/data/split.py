@@ -17,13 +17,6 @@ T = TypeVar("T")
 Mask = NDArray[np.bool_]
 
 
-def rng_for(seed: int, *names: str) -> np.random.Generator:
-    """Random numbers of one purpose: they do not depend on what else is drawn, or for whom."""
-    if seed < 0:
-        raise UserError(f"the seed is {seed}; it must be 0 or more")
-    return np.random.default_rng([seed, *"\0".join(names).encode()])
-
-
 def draw_stratified(keys: Sequence[Hashable], size: int, rng: np.random.Generator) -> Mask:
     """Draw `size` rows, of each key in proportion; of each key one row stays behind as long as it can."""
     groups: dict[Hashable, list[int]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pf2lora.core.randomness import numpy_generator, stream_seed
+from pf2lora.core.streams import numpy_generator, stream_seed
 
 
 @dataclass(frozen=True)

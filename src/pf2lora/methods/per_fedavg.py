@@ -16,7 +16,8 @@ from pf2lora.methods.bilevel import ROUNDOFF, Bilevel
 @dataclass(frozen=True)
 class PerFedAvg(Bilevel):
     """α = `adaptation_lr` is the rate of the one step that a client takes before it uses x, η = `lr` that of AdamW;
-    α = 0 gives HOMLoRA on the outer batch. α moves all of x, so it is smaller than a client adapter's (paper: 1e-3 … 1e-2).
+    α = 0 gives HOMLoRA on the outer batch. α moves all of x, so it is smaller than a client adapter's rate (paper: 1e-3
+    … 1e-2).
 
     With H(x, u) = F(x + u), Per-FedAvg is the bilevel step from u = 0: u⁺ = −α∇F(x), and its hypergradient
     is (I − α∇²F(x)) ∇F(x − α∇F(x)). So it has the same ways to the second-order term as PF2LoRA.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pf2lora.core.streams import numpy_generator
 from pf2lora.data.client import Pool
 from pf2lora.data.embedded import package_folder
 from pf2lora.data.files import read_records
 from pf2lora.data.settings import DataSettings
-from pf2lora.data.split import rng_for, split_rows
+from pf2lora.data.split import split_rows
 from pf2lora.tasks.classification.rows import TextRow
 from pf2lora.tasks.settings import Dataset
 
@@ -24,7 +25,7 @@ def movie_reviews() -> list[TextRow]:
 def read(data: DataSettings, seed: int, notes: list[str]) -> Pool[TextRow]:
     """A part is held out by label."""
     rows = movie_reviews()
-    parts = split_rows(rows, [row.label for row in rows], data.test_ratio, rng_for(seed, "split"))
+    parts = split_rows(rows, [row.label for row in rows], data.test_ratio, numpy_generator(seed, "split"))
     return Pool(*parts, order=LABELS)
 
 
