@@ -72,8 +72,8 @@ def peft_logits(base: PreTrainedModel, folder: Path) -> Tensor:
 def test_plain_peft_gives_the_same_logits(kind: str, head: str, tmp_path: Path) -> None:
     model = two_level(kind, tmp_path, head=head)
     x, y = random_client(model)
-    save_client(tmp_path, model, "someone", x[0], y[0], "classification", str(tmp_path / kind))
-    save_common(tmp_path, model, x[0], "classification", str(tmp_path / kind))
+    save_client(tmp_path, model, "someone", x[0], y[0], "SEQ_CLS", str(tmp_path / kind))
+    save_common(tmp_path, model, x[0], "SEQ_CLS", str(tmp_path / kind))
     wanted = {CLIENT: logits(model, x, y), COMMON: logits(model, x, torch.zeros_like(y))}
     assert (wanted[CLIENT] - wanted[COMMON]).abs().max() > 1e-2
     for folder, ours in wanted.items():
@@ -91,7 +91,7 @@ def test_methods_without_client_adapters_export_too(client_rank: int, tmp_path: 
             tensor[:, 2:] = 0
         elif name.endswith(".B"):
             tensor[:, :, 2:] = 0
-    save_client(tmp_path, model, "someone", x[0], y[0], "classification", "base")
+    save_client(tmp_path, model, "someone", x[0], y[0], "SEQ_CLS", "base")
     theirs = peft_logits(plain_model("roberta", tmp_path), tmp_path / CLIENT)
     torch.testing.assert_close(theirs, logits(model, x, y), atol=1e-5, rtol=0)
 
@@ -100,14 +100,14 @@ def test_methods_without_client_adapters_export_too(client_rank: int, tmp_path: 
 def test_a_client_is_one_lora_of_both_ranks(kind: str, tmp_path: Path) -> None:
     model = two_level(kind, tmp_path)
     x, y = random_client(model)
-    save_client(tmp_path, model, "someone", x[0], y[0], "classification", "the/base")
+    save_client(tmp_path, model, "someone", x[0], y[0], "SEQ_CLS", "the/base")
     config = json.loads((tmp_path / CLIENT / "adapter_config.json").read_text())
     parts = 2 if kind == "gpt2" else 1  # query and value lie in one projection, each with its own A
     assert config["r"] == config["lora_alpha"] == parts * (RANK + CLIENT_RANK)
     assert config["peft_type"] == "LORA" and config["task_type"] == "SEQ_CLS"
     assert config["base_model_name_or_path"] == "the/base"
     assert config["target_modules"] == sorted(model.adapted)
-    save_common(tmp_path, model, x[0], "classification", "the/base")
+    save_common(tmp_path, model, x[0], "SEQ_CLS", "the/base")
     common = json.loads((tmp_path / COMMON / "adapter_config.json").read_text())
     assert common["r"] == common["lora_alpha"] == parts * RANK
     assert sorted(p.name for p in (tmp_path / CLIENT).iterdir()) == [
@@ -120,7 +120,7 @@ def test_projections_of_different_rank_in_one_adapter(tmp_path: Path) -> None:
     """GPT-2's fused projection has twice the rank of a plain one beside it."""
     model = two_level("gpt2", tmp_path, targets=("attn.c_attn", "mlp.c_fc"))
     x, y = random_client(model)
-    save_client(tmp_path, model, "someone", x[0], y[0], "classification", "base")
+    save_client(tmp_path, model, "someone", x[0], y[0], "SEQ_CLS", "base")
     theirs = peft_logits(plain_model("gpt2", tmp_path), tmp_path / CLIENT)
     torch.testing.assert_close(theirs, logits(model, x, y), atol=1e-5, rtol=0)
 
@@ -151,7 +151,7 @@ def test_what_the_checkpoint_lacks_travels_with_the_adapter(head: str, tmp_path:
     torch.manual_seed(1)
     model = ours()
     x, y = random_client(model)
-    save_client(tmp_path, model, "someone", x[0], y[0], "classification", "base")
+    save_client(tmp_path, model, "someone", x[0], y[0], "SEQ_CLS", "base")
     torch.manual_seed(2)
     torch.testing.assert_close(logits(ours(), x, y), logits(model, x, y), atol=0, rtol=0)
     base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "bert", num_labels=3).eval()

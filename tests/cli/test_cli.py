@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from little_world import World, command_line, make_world, sentences, write_csv, write_jsonl
-from result_example import make_result
+from result_example import make_result, typed
 from rich.console import Console
 
 from pf2lora.cli import show
@@ -215,7 +215,7 @@ def merged(base: list[str], changes: list[object]) -> list[object]:
 def test_no_model_and_no_data(monkeypatch: pytest.MonkeyPatch, capsys: Any, world: World) -> None:
     for args, message in (
         (["train", "--clients", *world.clients], "no base model is named"),
-        (["train", "--model", world.model], "data comes from files (--clients FILES…) or from a GLUE set"),
+        (["train", "--model", world.model], "data comes from files (--clients FILES…) or from a data set"),
     ):
         code, out, err = command_line(monkeypatch, capsys, *args)
         assert (code, out, err.count("\n")) == (2, "", 1) and message in err
@@ -229,7 +229,9 @@ def test_the_process_itself_ends_with_2(world: World, tmp_path: Path) -> None:
 
 def test_a_shells_unquoted_glob(world: World, tmp_path: Path) -> None:
     """A whole run in a process of its own: what a shell makes of clients/*.jsonl, and a file of settings."""
-    (tmp_path / "run.toml").write_text("rounds = 1\nsteps = 1\nrank = 4\nmax_length = 16\nbatch_size = 4\n")
+    (tmp_path / "run.toml").write_text(
+        "[training]\nrounds = 1\nsteps = 1\nbatch_size = 4\n[adapter]\nrank = 4\n[task]\nmax_length = 16\n"
+    )
     args = ["train", "--clients", *world.clients, tmp_path / "run.toml", "--model", world.model]
     done = pf2lora(*args, "--out", tmp_path / "run", "--device", "cpu")
     assert done.returncode == 0 and done.stderr == ""
@@ -244,7 +246,7 @@ def test_a_shells_unquoted_glob(world: World, tmp_path: Path) -> None:
 def shown(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
     console = Console(width=80, record=True, force_terminal=False)
     monkeypatch.setattr(show, "console", console)
-    show.show_result(result, Path("runs/x"))
+    show.show_result(typed(result), Path("runs/x"))
     return console.export_text()
 
 
@@ -260,13 +262,3 @@ def test_many_warnings_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(result, monkeypatch)
     assert "client 'c0'" in text and "client 'c8'" not in text
     assert f"and {9 - show.WARNINGS_SHOWN} more" in " ".join(text.split())
-
-
-def test_sizes_have_units_that_fit() -> None:
-    assert [show.size(n) for n in (0, 900, 4096.0, 1_179_648, 2.5e9)] == [
-        "0 B",
-        "900 B",
-        "4.1 kB",
-        "1.2 MB",
-        "2.5 GB",
-    ]

@@ -1,4 +1,4 @@
-"""The choice of data (DataSpec), and `pf2lora data show`: its table and its figure."""
+"""The choice of data, and `pf2lora data show`: its table and its figure."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from loading import load_clients
 from typer.testing import CliRunner
 
-from pf2lora.cli.data import app, spread_lists
-from pf2lora.data.client import Client, TextRow
-from pf2lora.data.spec import DataSpec, load
-from pf2lora.data.summary import summarize
+from pf2lora.cli.data import app
+from pf2lora.cli.options import spread_lists
+from pf2lora.data import summary as summaries
+from pf2lora.data.client import Client
+from pf2lora.data.summary import Summary
 from pf2lora.errors import UserError
+from pf2lora.tasks.classification.rows import TextRow
+
+Settings = dict[str, Any]
 
 
 @pytest.fixture
@@ -47,7 +52,7 @@ def invoke(*args: str) -> str:
     return result.output
 
 
-# --- DataSpec --------------------------------------------------------------------------------------------
+# --- the choice --------------------------------------------------------------------------------------------
 
 
 def all_rows(clients: list[Client[TextRow]]) -> list[str]:
@@ -55,7 +60,7 @@ def all_rows(clients: list[Client[TextRow]]) -> list[str]:
 
 
 def test_files_as_they_are(files: Path) -> None:
-    clients = load(DataSpec(clients=(str(files),)), seed=0)
+    clients = load_clients([files])
     assert [(c.name, len(c.train), len(c.test)) for c in clients] == [
         ("north", 32, 8),
         ("south", 32, 8),
@@ -66,25 +71,24 @@ def test_files_as_they_are(files: Path) -> None:
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
-        (DataSpec(partition="heterogeneity", num_clients=2), ["client-1", "client-2"]),
-        (DataSpec(partition="dirichlet", num_clients=2, dirichlet_alpha=5), ["client-1", "client-2"]),
-        (DataSpec(partition="column", partition_column="topic"), ["t0", "t1", "t2", "t3", "t4"]),
-        (DataSpec(partition="column", partition_column="topic", num_clients=2), ["client-1", "client-2"]),
+        ({"partition": "heterogeneity", "num_clients": 2}, ["client-1", "client-2"]),
+        ({"partition": "dirichlet", "num_clients": 2, "dirichlet_alpha": 5}, ["client-1", "client-2"]),
+        ({"partition": "column", "partition_column": "topic"}, ["t0", "t1", "t2", "t3", "t4"]),
+        ({"partition": "column", "partition_column": "topic", "num_clients": 2}, ["client-1", "client-2"]),
         (
-            DataSpec(partition="groups", partition_column="topic", groups=("x=t0, t1", "y=t2,t3,t4")),
+            {"partition": "groups", "partition_column": "topic", "groups": ("x=t0, t1", "y=t2,t3,t4")},
             ["x", "y"],
         ),
     ],
 )
-def test_pooled_files_are_shared_out(files: Path, choice: DataSpec, names: list[str]) -> None:
-    spec = replace(choice, clients=(f"{files}/*.jsonl",))
-    clients = load(spec, seed=0)
+def test_pooled_files_are_shared_out(files: Path, choice: Settings, names: list[str]) -> None:
+    clients = load_clients([f"{files}/*.jsonl"], **choice)
     assert [client.name for client in clients] == names
     assert all_rows(clients) == sorted(
         f"{name} {i}" for name in ("north", "south", "west") for i in range(40)
     )
-    assert clients == load(spec, seed=0)
-    if choice.partition_column:
+    assert clients == load_clients([f"{files}/*.jsonl"], **choice)
+    if "partition_column" in choice:
         owners = {
             topic: {
                 c.name
@@ -100,14 +104,12 @@ def test_pooled_files_are_shared_out(files: Path, choice: DataSpec, names: list[
 def test_separate_test_files_are_pooled_too(files: Path) -> None:
     test = files / "held-out.csv"
     test.write_text("text,label,topic\n" + "".join(f"held {i},yes,t{i}\n" for i in range(5)))
-    spec = DataSpec(
-        clients=(f"{files}/*.jsonl",), test=(str(test),), partition="column", partition_column="topic"
-    )
-    assert [[row.text for row in c.test] for c in load(spec, 0)] == [[f"held {i}"] for i in range(5)]
+    clients = load_clients([f"{files}/*.jsonl"], test=[test], partition="column", partition_column="topic")
+    assert [[row.text for row in c.test] for c in clients] == [[f"held {i}"] for i in range(5)]
 
 
 def test_glue_by_heterogeneity(sst2: Path) -> None:
-    clients = load(DataSpec(dataset="sst2", data_dir=str(sst2), heterogeneity=1, num_clients=4), seed=0)
+    clients = load_clients(dataset="sst2", data_dir=sst2, heterogeneity=1, num_clients=4)
     for part in ("train", "test"):
         counts = [Counter(row.label for row in getattr(client, part)) for client in clients]
         size = 100 if part == "train" else 20
@@ -115,56 +117,56 @@ def test_glue_by_heterogeneity(sst2: Path) -> None:
 
 
 def test_size_ratio_and_limit(sst2: Path) -> None:
-    spec = DataSpec(dataset="sst2", data_dir=str(sst2), num_clients=4, size_ratio=8)
-    sizes = sorted(len(client.train) for client in load(spec, 0))
+    settings: Settings = {"dataset": "sst2", "data_dir": sst2, "num_clients": 4}
+    sizes = sorted(len(client.train) for client in load_clients(**settings, size_ratio=8))
     assert sum(sizes) == 400
     assert sizes[-1] / sizes[0] == pytest.approx(8, rel=0.1)
-    few = load(replace(spec, size_ratio=1, limit=10), 0)
+    few = load_clients(**settings, limit=10)
     assert [len(client.train) for client in few] == [10] * 4
     assert sum(len(client.test) for client in few) == 80
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("settings", "message"),
     [
-        (DataSpec(), "give one"),
-        (DataSpec(clients=("a.csv",), dataset="sst2"), "give one"),
-        (DataSpec(clients=("a.csv",), partition="dirichlt"), "did you mean 'dirichlet'"),
-        (DataSpec(dataset="sst2", text="sentence"), "--text is for your own files"),
-        (DataSpec(clients=("a.csv",), data_dir="x"), "name the set with --dataset"),
+        ({}, "give one"),
+        ({"clients": ("a.csv",), "dataset": "sst2"}, "give one"),
+        ({"clients": ("a.csv",), "partition": "dirichlt"}, "did you mean 'dirichlet'"),
+        ({"dataset": "sst2", "text": "sentence"}, "--text is for your own files"),
+        ({"clients": ("a.csv",), "data_dir": "x"}, "name the set with --dataset"),
         (
-            DataSpec(clients=("a.csv",), partition="dirichlet", client_column="c"),
+            {"clients": ("a.csv",), "partition": "dirichlet", "client_column": "c"},
             "--client-column and --partition",
         ),
-        (DataSpec(dataset="mnli", partition="column"), "needs --partition-column"),
-        (DataSpec(dataset="mnli", partition_column="genre"), "--partition-column is for"),
-        (DataSpec(dataset="mnli", groups=("a=b",)), "go together"),
-        (DataSpec(clients=("a.csv",), num_clients=3), "--num-clients"),
+        ({"dataset": "mnli", "partition": "column"}, "needs --partition-column"),
+        ({"dataset": "mnli", "partition_column": "genre"}, "--partition-column is for"),
+        ({"dataset": "mnli", "groups": ("a=b",)}, "go together"),
+        ({"clients": ("a.csv",), "num_clients": 3}, "--num-clients"),
     ],
 )
-def test_contradictions_are_errors(spec: DataSpec, message: str) -> None:
+def test_contradictions_are_errors(settings: Settings, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load(spec, 0)
+        load_clients(settings.pop("clients", []), **settings)
 
 
 def test_bad_choices_for_the_rows_there_are(files: Path) -> None:
-    pooled = DataSpec(clients=(str(files),), partition="groups", partition_column="topic")
-    for spec, message in [
-        (replace(pooled, groups=("x",)), "'x' is not a group: write name=value,value"),
-        (replace(pooled, groups=("x=t0", "x=t1")), "two groups are named 'x'"),
-        (replace(pooled, groups=("x=t0",)), "value 't1' belong to no client"),
-        (replace(pooled, partition_column="topics", groups=("x=t0",)), "did you mean 'topic'"),
+    pooled = {"partition": "groups", "partition_column": "topic"}
+    for settings, message in [
+        (pooled | {"groups": ("x",)}, "'x' is not a group: write name=value,value"),
+        (pooled | {"groups": ("x=t0", "x=t1")}, "two groups are named 'x'"),
+        (pooled | {"groups": ("x=t0",)}, "value 't1' belong to no client"),
+        (pooled | {"partition_column": "topics", "groups": ("x=t0",)}, "did you mean 'topic'"),
         (
-            replace(pooled, partition="heterogeneity", partition_column=None, num_clients=40),
+            {"partition": "heterogeneity", "num_clients": 40},
             "test rows: 40 clients",
         ),
         (
-            DataSpec(clients=(str(files),), partition="heterogeneity", num_clients=20, size_ratio=30),
+            {"partition": "heterogeneity", "num_clients": 20, "size_ratio": 30},
             r"client 'client-\d+' would get [12] training and 1 test rows; at least 4",
         ),
     ]:
         with pytest.raises(UserError, match=message):
-            load(spec, 0)
+            load_clients([files], **settings)
 
 
 def test_importing_the_data_commands_stays_light() -> None:
@@ -213,9 +215,9 @@ def test_names_are_not_markup(tmp_path: Path) -> None:
 
 
 def test_lists_end_at_the_next_option() -> None:
-    assert spread_lists(["--clients", "a", "b", "--seed", "1", "--test", "c", "run.toml"]) == [
-        *("--clients", "a", "--clients", "b", "--seed", "1", "--test", "c", "run.toml")
-    ]
+    assert spread_lists(
+        ["--clients", "a", "b", "--seed", "1", "--test", "c", "run.toml"], {"--clients", "--test"}
+    ) == [*("--clients", "a", "--clients", "b", "--seed", "1", "--test", "c", "run.toml")]
 
 
 # --- numbers ---------------------------------------------------------------------------------------------
@@ -224,6 +226,10 @@ def test_lists_end_at_the_next_option() -> None:
 def client(name: str, labels: str) -> Client[TextRow]:
     rows = [TextRow("t", label) for label in labels]
     return Client(name, rows, rows[:1])
+
+
+def summarize(clients: list[Client[TextRow]]) -> Summary:
+    return summaries.summarize(clients, lambda row: row.label)
 
 
 def test_summary_counts_and_skew() -> None:

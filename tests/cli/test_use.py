@@ -13,20 +13,21 @@ from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import pf2lora
-from pf2lora.data.client import TextRow
+from pf2lora.data.loading import read_rows
 from pf2lora.errors import UserError
-from pf2lora.run import folder as run_folder
+from pf2lora.methods import METHODS
 from pf2lora.run import onboarding
-from pf2lora.run import result as results
-from pf2lora.run.config import METHOD_NAMES
-from pf2lora.run.experiment import prepare
+from pf2lora.run.comparison import prepare
+from pf2lora.run.result import load_result
+from pf2lora.run.saved import read_config
+from pf2lora.tasks.classification.rows import TextRow
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """With a run of every method, and a longer one that learned something."""
     world = make_world(tmp_path_factory.mktemp("world"))
-    pf2lora.federate(**world.settings(method=METHOD_NAMES, out=world.root / "all"))
+    pf2lora.federate(**world.settings(method=list(METHODS), out=world.root / "all"))
     pf2lora.federate(**world.settings(**LEARNING, out=world.root / "learned"))
     return world
 
@@ -38,26 +39,26 @@ def run(world: World) -> Path:
 
 def rows_tested(folder: Path, name: str) -> list[TextRow]:
     """The rows that the run tested a client on."""
-    return next(c.test for c in prepare(run_folder.read_config(folder)).clients if c.name == name)
+    return next(c.test for c in prepare(read_config(folder)).clients if c.name == name)
 
 
 def as_records(rows: list[TextRow]) -> list[dict[str, str]]:
     return [{"text": row.text, "label": row.label} for row in rows]
 
 
-@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize("method", list(METHODS))
 def test_evaluate_gives_what_the_run_measured(
     method: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     folder = world.root / "all"
     file = write_csv(tmp_path / "rows.csv", as_records(rows_tested(folder, "south")))
-    served = results.load(folder)["methods"][method]["runs"][0]["served"]
+    served = load_result(folder).methods[method].runs[0].served
     args = ["evaluate", folder, file, "--client", "south", "--method", method, "--json"]
     code, out, _ = command_line(monkeypatch, capsys, *args)
     found = json.loads(out)
     assert code == 0 and found.pop("rows") == 16
     for metric, value in found.items():
-        wanted = served[metric]["per_client"][1]
+        wanted = served[metric].per_client[1]
         assert value == (wanted if wanted is None else pytest.approx(wanted, abs=1e-6)), metric
 
 
@@ -70,7 +71,7 @@ def test_predict_agrees_with_evaluate(
     found = json.loads(out)
     assert code == 0 and [f["text"] for f in found] == [row.text for row in rows]
     right = sum(f["label"] == row.label for f, row in zip(found, rows)) / len(rows)
-    served = results.load(run)["methods"]["pf2lora"]["runs"][0]["served"]["accuracy"]["per_client"]
+    served = load_result(run).methods["pf2lora"].runs[0].served["accuracy"].per_client
     assert right == pytest.approx(served[2]) and all(0.5 <= f["probability"] <= 1 for f in found)
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(row.text for row in rows) + "\n")
@@ -102,7 +103,7 @@ def test_export(
     args = ["export", run, *whose, "--out", out, *(["--merge"] if merge else [])]
     assert command_line(monkeypatch, capsys, *args)[0] == 0
     loaded = opened(run)
-    name = loaded.config.model
+    name = loaded.config.model.name
     if merge:
         plain = AutoModelForSequenceClassification.from_pretrained(out)
         assert plain.config.id2label == {0: "neg", 1: "pos"}
@@ -146,7 +147,7 @@ def test_onboard_end_to_end(copy: Path, tmp_path: Path, monkeypatch: pytest.Monk
         command_line(monkeypatch, capsys, "evaluate", copy, file, "--client", "east", "--json")[1]
     )
     assert told["accuracy"] > 0.8 and told["rows"] == 80
-    base = AutoModelForSequenceClassification.from_pretrained(opened(copy).config.model, num_labels=2)
+    base = AutoModelForSequenceClassification.from_pretrained(opened(copy).config.model.name, num_labels=2)
     PeftModel.from_pretrained(base, str(copy / "clients" / "east"))
     code, _, err = command_line(monkeypatch, capsys, *args)
     assert code == 2 and "has a client 'east' already" in err and err.count("\n") == 1
@@ -160,13 +161,10 @@ def test_onboard_says_what_three_ways_give(copy: Path, tmp_path: Path) -> None:
     again = onboarding.onboard(loaded, "far-east", file, rounds=2)
     assert first.keys() == again.keys()
     client = onboarding.read_client(loaded, "east", file)
-    test = loaded.task.encode([client.test], training=False)
     reopened = opened(copy)
-    found = onboarding.measure(reopened, client, test, *reopened.client("east"))
-    assert found == pytest.approx(first["own adapter on it"], abs=1e-6)
-    assert onboarding.measure(reopened, client, test, *reopened.common()) == pytest.approx(
-        first["common adapter alone"], abs=1e-6
-    )
+    fitting = onboarding.Fitting(reopened, client, rounds=2)
+    assert fitting.measure(*reopened.client("east")) == pytest.approx(first["own adapter on it"], abs=1e-6)
+    assert fitting.measure(*reopened.common()) == pytest.approx(first["common adapter alone"], abs=1e-6)
     x, _ = reopened.client("east")
     assert torch.equal(x, reopened.common()[0])
 
@@ -184,8 +182,8 @@ def test_training_alone_is_a_plain_lora_from_scratch(world: World, copy: Path, t
         "test": [str(test)],
         "rounds": 3,
     }
-    served = pf2lora.federate(**settings)["methods"]["local"]["runs"][0]["served"]
-    assert found["training alone"]["loss"] == pytest.approx(served["loss"]["mean"], rel=1e-4)
+    served = pf2lora.federate(**settings).methods["local"].runs[0].served
+    assert found["training alone"]["loss"] == pytest.approx(served["loss"].mean, rel=1e-4)
 
 
 def test_who_cannot_be_onboarded(
@@ -274,13 +272,11 @@ def test_a_frozen_new_head_is_the_same_when_the_run_is_opened_again(
     told = json.loads(
         command_line(monkeypatch, capsys, "evaluate", run, file, "--client", "one", "--json")[1]
     )
-    served = results.load(run)["methods"]["pf2lora"]["runs"][0]["served"]
-    assert told["loss"] == pytest.approx(served["loss"]["mean"], abs=1e-6)
+    served = load_result(run).methods["pf2lora"].runs[0].served
+    assert told["loss"] == pytest.approx(served["loss"].mean, abs=1e-6)
 
 
 def test_an_unknown_label_in_evaluate_names_the_line(run: Path, tmp_path: Path) -> None:
-    from pf2lora.run.experiment import read_texts
-
     file = write_csv(tmp_path / "rows.csv", [*sentences(5, 1), {"text": "a", "label": "other"}])
     with pytest.raises(UserError, match=r"rows.csv, line 7: the label 'other' is unseen in training"):
-        read_texts(run_folder.read_config(run), file, ["neg", "pos"])
+        read_rows(read_config(run).task, file, ["neg", "pos"])

@@ -229,7 +229,7 @@ def test_per_fedavg_equals_autodiff_of_the_adapted_loss(build: type[Problem]) ->
     with sdpa_kernel(SDPBackend.MATH):
         (g,) = torch.autograd.grad(p.F(x_, p.y, inner).sum(), x_, create_graph=True)
         (expected,) = torch.autograd.grad(p.F(x_ - ALPHA * g, p.y, outer).sum(), x_)
-    method = PerFedAvg(p.layout, client_lr=ALPHA, hypergradient_mode="exact")
+    method = PerFedAvg(p.layout, adaptation_lr=ALPHA, hypergradient_mode="exact")
     state, report = method.step(p.F, method.init(p.x, p.y), inner, outer)
     assert (state.opt.mean / 0.1 - expected).abs().max() <= 1e-10
     assert report.second_order is not None and (report.second_order > 1e-4).all()

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loading import load_clients, read_rows
 
-from pf2lora.data.client import TextRow
 from pf2lora.data.files import as_name, expand_paths, natural_order, read_json, read_records
 from pf2lora.errors import UserError
-from pf2lora.tasks.classification.rows import label_names, load_clients, read_rows
+from pf2lora.tasks.classification.rows import TextRow, label_names
 
 ROWS = [{"text": f'text {i}, "quoted"', "label": i % 2} for i in range(10)]
 
@@ -246,9 +246,9 @@ def test_separate_test_files(tmp_path: Path) -> None:
 
 def test_known_labels_replace_those_of_training(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"t{i}", "label": "x"} for i in range(5)])
-    assert len(load_clients([path], known_labels=["x", "y"])) == 1
+    assert len(load_clients([path], labels=["x", "y"])) == 1
     with pytest.raises(UserError, match="client 'a': the label 'x' is unseen in training"):
-        load_clients([path], known_labels=["y", "z"])
+        load_clients([path], labels=["y", "z"])
 
 
 @pytest.mark.parametrize(

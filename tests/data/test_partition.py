@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from pf2lora.core.streams import numpy_generator
 from pf2lora.data.partition import (
     Parts,
     by_column,
@@ -18,7 +19,7 @@ from pf2lora.data.partition import (
     make_clients,
     uneven_sizes,
 )
-from pf2lora.data.split import draw_stratified, rng_for, subsample
+from pf2lora.data.split import draw_stratified, subsample
 from pf2lora.errors import UserError
 
 
@@ -160,18 +161,18 @@ def test_make_clients() -> None:
 
 def test_stratified_draws_are_in_proportion() -> None:
     keys = ["a"] * 60 + ["b"] * 30 + ["c"] * 10
-    drawn = draw_stratified(keys, 20, rng_for(0))
+    drawn = draw_stratified(keys, 20, numpy_generator(0))
     assert Counter(key for key, out in zip(keys, drawn) if out) == {"a": 12, "b": 6, "c": 2}
     # Ten labels of one row each, and one of ten: only the latter can give rows away.
     keys = [*"abcdefghij", *"k" * 10]
-    assert not draw_stratified(keys, 9, rng_for(0))[:10].any()
-    assert draw_stratified(keys, 12, rng_for(0)).sum() == 12
+    assert not draw_stratified(keys, 9, numpy_generator(0))[:10].any()
+    assert draw_stratified(keys, 12, numpy_generator(0)).sum() == 12
 
 
 def test_subsample_keeps_labels_and_order() -> None:
     rows = list(range(100))
-    kept = subsample(rows, ["rare" if row == 50 else "common" for row in rows], 5, rng_for(0))
+    kept = subsample(rows, ["rare" if row == 50 else "common" for row in rows], 5, numpy_generator(0))
     assert len(kept) == 5 and 50 in kept and kept == sorted(kept)
-    assert subsample(rows, rows, 1000, rng_for(0)) == rows
+    assert subsample(rows, rows, 1000, numpy_generator(0)) == rows
     with pytest.raises(UserError, match="limit is 0"):
-        subsample(rows, rows, 0, rng_for(0))
+        subsample(rows, rows, 0, numpy_generator(0))

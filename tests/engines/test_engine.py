@@ -11,7 +11,7 @@ from tiny import Problem, RegressionSource, regression_problem, tiny_data, tiny_
 
 from pf2lora.core.method import Method, State, over_tensors, put, take
 from pf2lora.engines.batches import Batch, EncodedSource
-from pf2lora.engines.local import NonFiniteLoss, Round, Schedule, train
+from pf2lora.engines.local import NonFiniteLoss, Round, Schedule, Step, train
 from pf2lora.errors import UserError
 from pf2lora.methods.homlora import HomLoRA
 from pf2lora.methods.local import Local
@@ -77,7 +77,7 @@ def test_clients_of_any_size_train() -> None:
 
 def test_a_round_reports_what_it_did() -> None:
     p = regression_problem()
-    ticks: list[int] = []
+    ticks: list[Step] = []
     method = HomLoRA(p.layout)
     schedule = Schedule(rounds=3, steps=2, participation=0.5, clients_per_pass=1)
     rounds = [
@@ -86,7 +86,8 @@ def test_a_round_reports_what_it_did() -> None:
     ]
     assert [r.number for r in rounds] == [1, 2, 3]
     assert all(r.report.loss.shape == (2, 2) and r.seconds > 0 for r in rounds)
-    assert sum(ticks) == 3 * 2 * 2  # rounds, steps, clients
+    assert sum(step.clients for step in ticks) == 3 * 2 * 2  # rounds, steps, clients
+    assert all(step.method == method and step.lengths == (1,) for step in ticks)
     first = rounds[0]
     for k, column in zip(first.participants, first.report.loss.T):
         expected = p.F(p.x[k : k + 1], p.y[k : k + 1], p.source.draw([k], [0]))

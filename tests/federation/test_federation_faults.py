@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from small_federation import LABELS, SITES, Small, make_plan, make_small, write_model, write_site_file
+from small_federation import (
+    LABELS,
+    SITES,
+    Small,
+    changed,
+    make_plan,
+    make_small,
+    write_model,
+    write_site_file,
+)
 
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import messages
@@ -49,9 +58,9 @@ def test_a_server_that_lost_a_round_takes_the_sites_back_with_it(tmp_path: Path)
 def test_a_run_is_resumed_with_its_own_plan_only(tmp_path: Path) -> None:
     plan = make_plan("homlora")
     make_small(tmp_path, plan).run()
-    longer = replace(plan, config=dict(plan.config) | {"rounds": 5}, deadline=9)
+    longer = replace(changed(plan, rounds=5), deadline=9)
     assert ServerSession(longer, tmp_path / "server").done == 3
-    for other in (replace(plan, config=dict(plan.config) | {"lr": 1.0}), replace(plan, sites=SITES[:3])):
+    for other in (changed(plan, lr=1.0), replace(plan, sites=SITES[:3])):
         with pytest.raises(UserError, match=r"the run .trial. exists with another (config|sites)"):
             ServerSession(other, tmp_path / "server")
 

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from pf2lora import cli
-from pf2lora.run import folder as run_folder
-from pf2lora.run.folder import LoadedRun
+from pf2lora.run.saved import LoadedRun, load_run
 
 GOOD, BAD = ("superb", "lovely", "brilliant"), ("dreadful", "tedious", "clumsy")
 FILLING = ("the", "film", "story", "actor", "scene", "was", "and", "with", "a", "music", "ending", "plot")
@@ -156,4 +155,4 @@ def command_line(monkeypatch: Any, capsys: Any, *args: object) -> tuple[int, str
 
 
 def opened(folder: Path, method: str | None = None) -> LoadedRun:
-    return run_folder.load_run(folder, method, "cpu")
+    return load_run(folder, method, "cpu")

@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "lr": 0.01,
     "client_lr": 0.05,
     "participation": 0.67,
+    "methods": {"per-fedavg": {"adaptation_lr": 0.05}},
 }
 OF_TASK: dict[str, dict[str, Any]] = {
     "classification": {"max_length": 16},

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
 import statistics
 from pathlib import Path
 from typing import Any
+
+from pf2lora.run.result import Result, from_json
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 METHODS = {  # name: (label, accuracy it tends to, what averaging costs it, has a client adapter)
@@ -42,7 +45,7 @@ def make_result(
         for name in METHODS
     }
     return {
-        "format": 1,
+        "format": 2,
         "title": f"Reviews, {clients} clients",
         "created": "2026-11-15T04:05:06+00:00",
         "task": task,
@@ -62,6 +65,11 @@ def make_result(
         "methods": methods,
         "examples": [] if task == "classification" else _examples(names),
     }
+
+
+def typed(result: dict[str, Any]) -> Result:
+    """The same as `load_result` gives it."""
+    return from_json(copy.deepcopy(result), "example")
 
 
 def _client(rng: random.Random, name: str) -> dict[str, Any]:
@@ -101,6 +109,7 @@ def _run(
         },
         "flops_per_round": 3.1e12 if personal else 1.1e12,
         "seconds": rng.uniform(55, 65) * (2.6 if personal else 1),
+        "evaluation_seconds": rng.uniform(5, 6),
         "peak_memory_bytes": 912_000_000 + (150_000_000 if personal else 0),
         "warnings": ["client 'archive': the training loss rose above its start (0.69 → 0.75)"]
         if name == "per-fedavg" and seed == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from pf2lora.core.method import State
-from pf2lora.engines.local import Schedule, train
+from pf2lora.engines.local import train
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.allow_list import AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
@@ -22,10 +22,10 @@ from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.site import SiteSession
 from pf2lora.federation.protocol.site_setup import SiteSetup, build, state_folder
-from pf2lora.run import trial as trials
-from pf2lora.run.config import from_dict
-from pf2lora.run.experiment import prepare
-from pf2lora.run.trial import evaluation_rounds
+from pf2lora.run.comparison import prepare
+from pf2lora.run.config import from_dict, from_settings, in_tables, merged
+from pf2lora.run.evaluation import evaluation_rounds
+from pf2lora.run.set_up import set_up
 
 SITES = ("site-1", "site-2", "site-3", "site-4")
 LABELS = ("neg", "pos")
@@ -105,8 +105,13 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 def make_plan(method: str = "pf2lora", sites: tuple[str, ...] = SITES, **changes: Any) -> Plan:
     """A plan; `config` changes the run's settings."""
-    config = settings(**changes.pop("config", {})) | {"method": [method]}
-    return Plan("trial", config, method, sites, changes.pop("labels", LABELS), **changes)
+    config = from_settings(settings(**changes.pop("config", {})) | {"method": [method]})
+    return Plan.of(config, "trial", sites, changes.pop("labels", LABELS), **changes)
+
+
+def changed(plan: Plan, **settings: Any) -> Plan:
+    """The plan with other settings of its run."""
+    return replace(plan, config=merged(plan.config, in_tables(settings, "test")))
 
 
 @dataclass
@@ -135,7 +140,7 @@ class Small:
         folder = CheckpointFolder(state_folder(self.plan, self.files[site]), self.plan.name)
         folder.open()
         return SiteSession(
-            self.setups[site], folder, self.plan.run.steps, messages.dtype_named(self.plan.wire)
+            self.setups[site], folder, self.plan.run.training.steps, messages.dtype_named(self.plan.wire)
         )
 
     def ask(self, requests: dict[str, bytes]) -> dict[str, bytes]:
@@ -156,13 +161,13 @@ class Small:
     def round(self, present: list[str] | None = None) -> dict[str, Any]:
         """One round; `present` are those who answer."""
         there = list(self.files) if present is None else present
-        answers = self.ask(self.coordinator.requests(there, evaluation_rounds(self.plan.run)))
+        answers = self.ask(self.coordinator.requests(there, evaluation_rounds(self.plan.run.training)))
         missing = [s for s in self.coordinator.chosen(self.coordinator.done + 1) if s not in answers]
         return self.coordinator.finish_round(answers, 0.0, missing)
 
     def run(self) -> None:
         self.greet()
-        while self.coordinator.done < self.plan.run.rounds:
+        while self.coordinator.done < self.plan.run.training.rounds:
             self.round()
         self.coordinator.finish(self.ask(self.coordinator.finish_requests(list(self.files))))
 
@@ -179,10 +184,8 @@ def make_small(root: Path, plan: Plan, **changes: Any) -> Small:
 def local_run(root: Path, plan: Plan) -> tuple[State, torch.Tensor, Any]:
     """The local engine's last state, its common x and its trial, on the same files."""
     data = {"clients": [str(root / "train")], "test": [str(root / "test")]}
-    config = from_dict(
-        dict(plan.config) | {"model": str(root / "model"), "device": "cpu", "data": data}, "test"
-    )
-    trial = trials.set_up(prepare(config), plan.method, config.seed)
-    schedule = Schedule(config.rounds, config.steps, config.participation, config.weighting, seed=config.seed)
-    *_, last = train(trial.method, trial.F, trial.state, trial.source, schedule)
+    own = {"model": {"name": str(root / "model"), "device": "cpu"}, "data": data}
+    config = from_dict(merged(plan.config, own), "test")
+    trial = set_up(prepare(config), plan.method, config.training.seed)
+    *_, last = train(trial.method, trial.F, trial.state, trial.source, trial.schedule)
     return last.served, last.common, trial

@@ -216,7 +216,7 @@ SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
     "pf2lora-none-four": (PF2LoRA, {"client_lr": 0.1, "hypergradient_mode": "none", "batches": 4}),
     "pf2lora-joint": (PF2LoRAJoint, {"client_lr": 0.1}),
     "homlora": (HomLoRA, {}),
-    "per-fedavg": (PerFedAvg, {"client_lr": 0.1, "hypergradient_mode": "exact"}),
+    "per-fedavg": (PerFedAvg, {"adaptation_lr": 0.1, "hypergradient_mode": "exact"}),
     "hetlora": (HetLoRA, {"ranks": (1, 3, 4), "gamma": 0.7, "penalty": 0.1}),
     "local": (Local, {}),
 }

@@ -131,11 +131,11 @@ def test_a_run_says_what_it_left_out(world: World, monkeypatch: pytest.MonkeyPat
     notes: list[str] = []
     monkeypatch.setattr(api, "run", partial(api.run, on_note=notes.append))
     settings = world.settings(rounds=3, client_lr=1e-4, hypergradient_mode="auto", precision="bfloat16")
-    (record,) = pf2lora.federate(**settings)["methods"]["pf2lora"]["runs"]
+    (record,) = pf2lora.federate(**settings).methods["pf2lora"].runs
     (line,) = notes
     assert line.startswith("PF2LoRA: second order (auto): left out in 6 of 9 client-rounds")
-    assert "bfloat16 resolves 3.9e-03" in line and not any("auto" in w for w in record["warnings"])
-    assert record["rounds"][1]["second_order_share"] is None
+    assert "bfloat16 resolves 3.9e-03" in line and not any("auto" in w for w in record.warnings)
+    assert record.rounds[1].second_order_share is None
 
 
 def test_an_unknown_way_or_precision_is_refused() -> None:

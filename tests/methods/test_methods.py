@@ -84,7 +84,7 @@ def test_joint_with_alpha_zero_is_homlora_on_the_same_batches() -> None:
 @pytest.mark.parametrize("mode", ["exact", "difference", "none"])
 def test_per_fedavg_with_alpha_zero_is_homlora_on_the_outer_batches(mode: str) -> None:
     p = regression_problem(client_rank=0)
-    ours = run(PerFedAvg(p.layout, lr=0.01, client_lr=0.0, hypergradient_mode=mode), p)
+    ours = run(PerFedAvg(p.layout, lr=0.01, adaptation_lr=0.0, hypergradient_mode=mode), p)
     theirs = run(HomLoRA(p.layout, lr=0.01), p, source=OuterBatches(p.source))
     torch.testing.assert_close(ours[-1].served.x, theirs[-1].served.x, rtol=0, atol=1e-13)
 
@@ -126,7 +126,7 @@ def test_sgd_above_is_line_6_as_it_stands() -> None:
 def test_per_fedavg_is_measured_after_one_step_on_the_clients_own_batch() -> None:
     p = regression_problem(client_rank=0)
     batch = p.source.draw(ALL, [0] * 3)
-    method = PerFedAvg(p.layout, client_lr=0.3)
+    method = PerFedAvg(p.layout, adaptation_lr=0.3)
     state = method.init(p.x, p.y)
     x, y = method.personal(p.F, state, batch)
     x_ = p.x.clone().requires_grad_()

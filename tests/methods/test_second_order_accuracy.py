@@ -112,7 +112,8 @@ def test_where_the_gradients_of_a_step_are_taken(
         return p.F(x, y, batch)
 
     inner, outer = (p.source.draw([0, 1, 2], [i] * 3) for i in range(2))
-    method = kind(p.layout, client_lr=alpha, precision=precision)
+    rate = "adaptation_lr" if kind is PerFedAvg else "client_lr"
+    method = kind(p.layout, precision=precision, **{rate: alpha})
     method.step(F, method.init(p.x, p.y), inner, outer)
     here, stepped, *moved = seen
     lower = stepped.clone().requires_grad_()

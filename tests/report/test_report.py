@@ -8,14 +8,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from result_example import hostile, make_result, small, table, write
+from result_example import hostile, make_result, small, table, typed, write
 
+from pf2lora import report as pages
 from pf2lora.cli.report import report
 from pf2lora.errors import UserError
-from pf2lora.report import GENERATOR, build, numbers, render, views
-from pf2lora.report.findings import findings
+from pf2lora.report import GENERATOR, views
+from pf2lora.report import findings as sentences
 from pf2lora.report.payload import RANK_ROUNDS, payload
-from pf2lora.run import result as results
+from pf2lora.run import numbers
+from pf2lora.tasks.settings import Metric
+
+
+def render(runs: list[dict[str, Any]], names: list[str] | None = None) -> str:
+    return pages.render([typed(r) for r in runs], names)
+
+
+def build(runs: list[dict[str, Any]], out: Path, names: list[str] | None = None) -> Path:
+    return pages.build([typed(r) for r in runs], out, names)
+
+
+def findings(result: dict[str, Any]) -> list[str]:
+    return sentences.findings(typed(result))
+
+
+def all_series(runs: list[dict[str, Any]], names: list[str]) -> list[views.Series]:
+    return views.all_series([typed(r) for r in runs], names)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +42,7 @@ def full() -> dict[str, Any]:
 
 
 def marks(result: dict[str, Any], column: str = "served") -> dict[str, str]:
-    rows = views.headline(views.all_series([result], ["run"]), result["metric"])
+    rows = views.headline(all_series([result], ["run"]), result["metric"])
     return {row["series"].method: row[column].mark for row in rows}
 
 
@@ -50,10 +68,14 @@ def test_one_seed_marks_no_spread_and_says_so() -> None:
 
 def test_runs_with_other_clients_are_not_ranked_against_each_other() -> None:
     first, second = small(pf2lora=[0.9, 0.9]), small(pf2lora=[0.5, 0.5], homlora=[0.4, 0.4])
-    first_and_second = views.all_series([first, second], ["a", "b"])
-    assert [row["served"].mark for row in views.headline(first_and_second, "accuracy")] == ["best", "", ""]
+
+    def marked() -> list[str]:
+        rows = views.headline(all_series([first, second], ["a", "b"]), "accuracy")
+        return [row["served"].mark for row in rows]
+
+    assert marked() == ["best", "", ""]
     second["clients"][0]["train"] += 1
-    assert [row["served"].mark for row in views.headline(first_and_second, "accuracy")] == ["", "best", ""]
+    assert marked() == ["", "best", ""]
     assert "do not have the same clients" in render([first, second])
 
 
@@ -88,7 +110,7 @@ def test_long_label_lists_are_summed_as_other() -> None:
     result = small(local=[0.5])
     result["clients"][0]["labels"] = {f"topic {i}": 100 - i for i in range(20)}
     result["clients"][1]["labels"] = {"topic 19": 5}
-    data = views.client_data(result)
+    data = views.client_data(typed(result))
     assert data["labels"] == [*(f"topic {i}" for i in range(7)), "other (13)"]
     for row, client in zip(data["rows"], result["clients"]):
         assert sum(part["rows"] for part in row["parts"]) == sum(client["labels"].values())
@@ -97,7 +119,7 @@ def test_long_label_lists_are_summed_as_other() -> None:
 
 def test_the_embedded_data_keeps_few_rank_pictures_with_the_last() -> None:
     result = make_result(clients=2, seeds=1, rounds=200, layers=2)
-    run = payload(views.all_series([result], ["run"]), "accuracy")["series"][0]["runs"][0]
+    run = payload(all_series([result], ["run"]), "accuracy")["series"][0]["runs"][0]
     kept = [entry["round"] for entry in run["rounds"] if "ranks" in entry]
     assert len(kept) == RANK_ROUNDS and kept[0] == 2 and kept[-1] == 200
     assert len(run["rounds"]) == 200
@@ -115,7 +137,7 @@ def test_the_embedded_data_keeps_few_rank_pictures_with_the_last() -> None:
         (numbers.duration(152.4), "2 min 32 s"),
         (numbers.duration(8000), "2 h 13 min"),
         (numbers.listed(["a", "b", "c"]), "a, b and c"),
-        (numbers.score(-0.0123, {"percent": True}, signed=True), "−1.23"),
+        (numbers.score(-0.0123, Metric("a"), signed=True), "−1.23"),
     ],
 )
 def test_numbers_read_well(shown: str, expected: str) -> None:
@@ -158,9 +180,9 @@ def test_colours_can_be_told_from_the_paper_in_both_themes(full: dict[str, Any])
 def test_without_script_the_table_and_the_text_are_there(full: dict[str, Any]) -> None:
     page = render([full])
     for method in full["methods"]:
-        served = results.score(full, method, "served", "accuracy")
+        served = typed(full).estimate(method, "served", "accuracy")
         assert served is not None
-        assert numbers.score(served.mean, full["metrics"]["accuracy"]) in page
+        assert numbers.score(served.mean, typed(full).metrics["accuracy"]) in page
     assert findings(full)[0] in page
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import chromium
 import pytest
-from result_example import HOSTILE, hostile, make_result, sparse
+from result_example import HOSTILE, hostile, make_result, sparse, typed
 
-from pf2lora.report import build, numbers
-from pf2lora.run import result as results
+from pf2lora.report import build
+from pf2lora.run import numbers
 
 pytestmark = pytest.mark.skipif(
     chromium.find() is None, reason="no Chromium here (Debian: apt-get install chromium)"
@@ -40,7 +40,7 @@ def shown(browser: chromium.Page, tmp_path: Path) -> Iterator[Any]:
     browser.resize(1280, 900)
 
     def open_report(*runs: dict[str, Any]) -> chromium.Page:
-        browser.open(build(list(runs), tmp_path / "report.html"))
+        browser.open(build([typed(run) for run in runs], tmp_path / "report.html"))
         assert browser.evaluate("document.documentElement.dataset.ready") == "true"
         return browser
 
@@ -135,13 +135,14 @@ def test_the_page_computes_what_the_tables_say(shown: Any, full: dict[str, Any])
         + TEXT.format("#curves .as-table tr:last-child td")
         + "), 50))"
     )
-    info = full["metrics"]["accuracy"]
+    result = typed(full)
+    info = result.metrics["accuracy"]
     for shown_value, method in zip(last, full["methods"]):
-        e = results.score(full, method, "served", "accuracy")
+        e = result.estimate(method, "served", "accuracy")
         assert e is not None and e.deviation is not None
         assert shown_value == f"{numbers.score(e.mean, info)} ± {numbers.score(e.deviation, info)}"
-    own = results.client_scores(full, "pf2lora", "served", "accuracy")
-    alone = results.client_scores(full, "local", "served", "accuracy")
+    own = result.client_estimates("pf2lora", "served", "accuracy")
+    alone = result.client_estimates("local", "served", "accuracy")
     gains = sorted((a.mean - b.mean for a, b in zip(own, alone) if a and b), reverse=True)
     drawn = page.evaluate(TEXT.format("#clients .dots tbody td.number"))
     assert [re.sub(r"[▲▼ ]|within.*", "", text) for text in drawn] == [
@@ -297,7 +298,7 @@ def test_several_runs_lie_over_each_other(shown: Any, full: dict[str, Any]) -> N
 
 def test_without_script_the_table_is_shown_and_no_dead_control(full: dict[str, Any], tmp_path: Path) -> None:
     with chromium.Page(script=False) as page:
-        page.open(build([full], tmp_path / "report.html"))
+        page.open(build(typed(full), tmp_path / "report.html"))
         visible = page.evaluate("document.body.innerText")
         controls = page.evaluate(
             "[...document.querySelectorAll('button, input')].filter((n) => n.checkVisibility()).length"

@@ -12,16 +12,26 @@ from typing import Any
 import pytest
 from little_world import command_line, flags
 
-from pf2lora.cli.options import EVERYDAY
-from pf2lora.data.spec import DataSpec
+from pf2lora.cli.options import EVERYDAY, choices
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import api
-from pf2lora.run.config import METHOD_NAMES, Config, from_dict, from_toml, option_types, to_dict, to_toml
+from pf2lora.run.config import (
+    TABLES,
+    Config,
+    from_dict,
+    from_settings,
+    from_toml,
+    setting_names,
+    to_dict,
+    to_toml,
+)
+from pf2lora.settings import settings_of, types_of
+from pf2lora.tasks import TASKS
 
 OTHERS: dict[str, Any] = {  # a value other than the default for every setting
     "model": "some/model",
-    "task": "generation",
+    "task": "question-answering",
     "method": ("homlora",),
     "rounds": 3,
     "steps": 4,
@@ -51,16 +61,14 @@ OTHERS: dict[str, Any] = {  # a value other than the default for every setting
     "title": "a title",
     "out": "some/folder",
     "trackers": ("mlflow", "wandb"),
-}
-OTHER_DATA: dict[str, Any] = {
     "clients": ("a.csv", "b.csv"),
     "test": ("c.csv",),
-    "text": "body",
-    "pair": "second",
-    "label": "mood",
+    "context": "body",
+    "question": "second",
+    "answers": "mood",
     "client_column": "site",
     "test_ratio": 0.4,
-    "dataset": "sst2",
+    "dataset": "squad",
     "data_dir": "glue",
     "partition": "groups",
     "num_clients": 3,
@@ -86,13 +94,15 @@ def another(kind: Any, default: Any) -> Any:
     return "another" if str in (kind, *typing.get_args(kind)) else (default or 0) + 1
 
 
-for table, defaults in ((OTHERS, Config()), (OTHER_DATA, DataSpec())):  # what only other tasks have
-    for setting, kind in option_types(type(defaults)).items():
-        table.setdefault(setting, another(kind, getattr(defaults, setting)))
+TASK = TASKS[OTHERS["task"]]
+for table in (*TABLES.values(), TASK):  # the rest
+    for setting, kind in types_of(table).items():
+        if setting != "name":
+            OTHERS.setdefault(setting, another(kind, settings_of(table)[setting].default))
 
 
 def other_config() -> Config:
-    return Config(**OTHERS, data=DataSpec(**OTHER_DATA), methods={"hetlora": {"penalty": 0.5, "r_max": 9}})
+    return from_settings(OTHERS | {"methods": {"hetlora": {"penalty": 0.5, "r_max": 9}}})
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
@@ -106,20 +116,31 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
 
 
 def test_every_setting_of_these_tests_differs_from_its_default() -> None:
-    for values, default in ((OTHERS, Config()), (OTHER_DATA, DataSpec())):
-        for name, value in values.items():
-            assert value != getattr(default, name), name
+    default, other = to_dict(Config(task=TASK())), to_dict(other_config())
+    for table, kind in {**TABLES, "task": TASK}.items():
+        for name in settings_of(kind):
+            assert default[table].get(name) != other[table][name], name
 
 
-def test_the_methods_of_the_config_are_those_there_are() -> None:
-    assert tuple(METHODS) == METHOD_NAMES
+def test_no_two_tables_have_a_setting_of_the_same_name() -> None:
+    """By name alone, as flags have it, a setting must be one; several tasks may share one."""
+    for task in TASKS:
+        names = setting_names(TASKS[task])
+        assert len(names) == len(set(names)), task
+
+
+def test_a_methods_name_is_its_key() -> None:
+    assert [METHODS[name].name for name in METHODS] == list(METHODS)
+    assert [TASKS[name].name for name in TASKS] == list(TASKS)
 
 
 def test_defaults_are_the_issues() -> None:
     config = Config()
-    assert (config.rank, config.client_rank, config.client_lr) == (8, 2, 0.03)
-    assert (config.scaling, config.client_scaling, config.hypergradient_mode) == (1.0, 1.0, "difference")
-    assert config.method == ("pf2lora",) and set(FLAGS_OF_THE_ISSUE) <= set(EVERYDAY)
+    assert (config.adapter.rank, config.adapter.client_rank, config.training.client_lr) == (8, 2, 0.03)
+    assert (config.adapter.scaling, config.adapter.client_scaling) == (1.0, 1.0)
+    assert config.training.hypergradient_mode == "difference" and config.training.method == ("pf2lora",)
+    everyday = {name for name, choice in choices().items() if choice.panel == EVERYDAY}
+    assert set(FLAGS_OF_THE_ISSUE) <= everyday
 
 
 def test_toml_holds_everything(tmp_path: Path) -> None:
@@ -140,30 +161,47 @@ def test_flags_toml_and_python_say_the_same(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     wanted = dataclasses.replace(other_config(), methods={})
-    by_flags = printed(monkeypatch, capsys, command, *as_flags(OTHERS | OTHER_DATA))
+    by_flags = printed(monkeypatch, capsys, command, *as_flags(OTHERS))
     (tmp_path / "run.toml").write_text(to_toml(wanted))
     by_file = printed(monkeypatch, capsys, command, tmp_path / "run.toml")
     seen: list[Config] = []
     monkeypatch.setattr(api, "run", lambda config, out, force: seen.append(config))
-    api.federate(**OTHERS, **OTHER_DATA)
+    api.federate(**OTHERS)
     assert by_flags == by_file == seen[0] == wanted
 
 
 def test_print_config_is_the_whole_of_it(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     code, out, _ = command_line(monkeypatch, capsys, "train", "--print-config")
     values = tomllib.loads(out)
-    unset = {"zeta_size", "clients_per_pass", "evaluate_every", "max_length", "separator"}  # TOML has no null
-    assert code == 0 and set(option_types(Config)) - set(values) <= unset
-    assert values["out"] == "runs/train" and values["rank"] == 8 and values["data"]["test_ratio"] == 0.2
+    assert code == 0
+    for table, kind in TABLES.items():
+        given = {name for name, field in settings_of(kind).items() if field.default is not None}
+        assert set(values[table]) == given  # TOML has no null
+    assert values["output"]["out"] == "runs/train" and values["adapter"]["rank"] == 8
+    assert values["data"]["test_ratio"] == 0.2 and values["task"]["name"] == "classification"
 
 
 def test_flags_win_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('rank = 16\nlr = 1\nout = "there"\n[data]\ntext = "body"\nlabel = "mood"\n')
+    file.write_text(
+        '[adapter]\nrank = 16\n[training]\nlr = 1\n[output]\nout = "there"\n'
+        '[task]\ntext = "body"\nlabel = "mood"\n'
+    )
     config = printed(monkeypatch, capsys, "train", file, "--rank", 4, "--label", "kind", "--out", "here")
-    assert (config.rank, config.lr, config.out) == (4, 1.0, "here")
-    assert (config.data.text, config.data.label) == ("body", "kind")
-    assert printed(monkeypatch, capsys, "train", file).out == "there"
+    assert (config.adapter.rank, config.training.lr, config.output.out) == (4, 1.0, "here")
+    assert to_dict(config)["task"] | {"text": "body", "label": "kind"} == to_dict(config)["task"]
+    assert printed(monkeypatch, capsys, "train", file).output.out == "there"
+
+
+def test_flags_are_those_of_the_task_that_the_file_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[task]\nname = "generation"\nbeams = 3\n')
+    config = printed(monkeypatch, capsys, "train", file, "--max-new-tokens", 5)
+    assert config.task == TASKS["generation"](beams=3, max_new_tokens=5)  # type: ignore[call-arg]
+    code, _, err = command_line(monkeypatch, capsys, "train", file, "--stride", 5)
+    assert code == 2 and "stride is a setting of question-answering, and the task is generation" in err
 
 
 def test_several_values_after_one_flag(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -173,33 +211,42 @@ def test_several_values_after_one_flag(monkeypatch: pytest.MonkeyPatch, capsys: 
         *("compare", "--method", "homlora", "local"),
         *("--clients", "a.csv", "b.csv", "--targets", "query"),
     )
-    assert config.method == ("homlora", "local") and config.data.clients == ("a.csv", "b.csv")
-    assert printed(monkeypatch, capsys, "compare").method == METHOD_NAMES
+    assert config.training.method == ("homlora", "local") and config.data.clients == ("a.csv", "b.csv")
+    assert printed(monkeypatch, capsys, "compare").training.method == tuple(METHODS)
 
 
 MISTAKES: dict[str, tuple[str, str]] = {
-    "unknown key": ("ranks = 8", r"unknown key 'ranks'; did you mean 'rank'\?"),
+    "unknown key": ("[adapter]\nranks = 8", r"unknown key 'ranks'; did you mean 'rank'\?"),
+    "unknown table": ("[adapters]\nrank = 8", r"unknown table 'adapters'; did you mean 'adapter'\?"),
+    "no table": ("rounds = 8", r"unknown table 'rounds' .*: rounds belongs in \[training\]"),
+    "another task's": ("[task]\nbeams = 2", r"\[task\]: unknown key 'beams'"),
     "unknown data key": ("[data]\ntext_column = 'a'", r"\[data\]: unknown key 'text_column'"),
     "near data key": ("[data]\ntest_ration = 0.1", "did you mean 'test_ratio'"),
-    "text for a number": ("rounds = 'ten'", "rounds must be of type int, not 'ten'"),
-    "fraction for a count": ("rounds = 2.5", "rounds must be of type int, not 2.5"),
-    "boolean for a count": ("rounds = true", "rounds must be of type int, not True"),
-    "number for a list": ("targets = 3", "targets must be a list of strings, not 3"),
-    "list of numbers": ("method = [1]", r"method must be a list of strings, not \[1\]"),
-    "not a number": ("lr = nan", "lr must be a finite number"),
-    "infinite": ("client_lr = inf", "client_lr must be a finite number"),
-    "unknown method": ("method = ['pf2lore']", "unknown method 'pf2lore'; did you mean 'pf2lora'"),
-    "no method": ("method = []", "no method is named"),
-    "a method twice": ("method = ['local', 'local']", "the method 'local' is named twice"),
+    "text for a number": ("[training]\nrounds = 'ten'", "rounds must be of type int, not 'ten'"),
+    "fraction for a count": ("[training]\nrounds = 2.5", "rounds must be of type int, not 2.5"),
+    "boolean for a count": ("[training]\nrounds = true", "rounds must be of type int, not True"),
+    "number for a list": ("[adapter]\ntargets = 3", "targets must be a list of strings, not 3"),
+    "list of numbers": ("[training]\nmethod = [1]", r"method must be a list of strings, not \[1\]"),
+    "not a number": ("[training]\nlr = nan", "lr must be a finite number"),
+    "infinite": ("[training]\nclient_lr = inf", "client_lr must be a finite number"),
+    "unknown method": (
+        "[training]\nmethod = ['pf2lore']",
+        "unknown method 'pf2lore'; did you mean 'pf2lora'",
+    ),
+    "no method": ("[training]\nmethod = []", "no method is named"),
+    "a method twice": ("[training]\nmethod = ['local', 'local']", "the method 'local' is named twice"),
     "unknown method table": ("[methods.hetlor]\ngamma = 1", "'hetlor'; did you mean 'hetlora'"),
     "method without a table": ("[methods]\nhetlora = 3", r"\[methods.hetlora\] must be a table"),
     "data without a table": ("data = 3", r"\[data\] must be a table"),
-    "unknown precision": ("precision = 'float31'", "unknown precision 'float31'; did you mean 'float32'"),
-    "unknown task": ("task = 'classify'", "unknown task 'classify'"),
-    "no rounds": ("rounds = 0", "rounds is 0; it must be above 0"),
-    "no rate": ("lr = 0.0", "lr is 0.0; it must be above 0"),
-    "negative rate": ("client_lr = -1.0", "client_lr is -1.0; it must be 0 or more"),
-    "negative seed": ("seed = -1", "seed is -1; it must be 0 or more"),
+    "unknown precision": (
+        "[model]\nprecision = 'float31'",
+        "unknown precision 'float31'; did you mean 'float32'",
+    ),
+    "unknown task": ("[task]\nname = 'classify'", "unknown task 'classify'"),
+    "no rounds": ("[training]\nrounds = 0", "rounds is 0; it must be above 0"),
+    "no rate": ("[training]\nlr = 0.0", "lr is 0.0; it must be above 0"),
+    "negative rate": ("[training]\nclient_lr = -1.0", "client_lr is -1.0; it must be 0 or more"),
+    "negative seed": ("[training]\nseed = -1", "seed is -1; it must be 0 or more"),
     "not TOML": ("rank 8", "not valid TOML"),
 }
 
@@ -218,8 +265,8 @@ def test_mistakes_in_a_file(
 
 
 def test_a_client_rate_of_zero_and_whole_numbers_for_fractions_are_legal() -> None:
-    config = from_dict({"client_lr": 0, "lr": 1, "dropout": 0})
-    assert (config.client_lr, config.lr) == (0.0, 1.0) and isinstance(config.lr, float)
+    training = from_settings({"client_lr": 0, "lr": 1, "dropout": 0}).training
+    assert (training.client_lr, training.lr) == (0.0, 1.0) and isinstance(training.lr, float)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -234,7 +281,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ({"test_ration": 0.1}, "unknown setting 'test_ration'; did you mean 'test_ratio'"),
         ({"client_rang": 1}, "did you mean 'client_rank'"),
-        ({"rounds": "5"}, r"federate\(\): rounds must be of type int"),
+        ({"rounds": "5"}, r"federate\(\) \[training\]: rounds must be of type int"),
         ({"lr": math.nan}, "lr must be a finite number"),
     ],
 )
@@ -249,4 +296,4 @@ def test_python_takes_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     api.federate(model=Path("m"), clients=Path("a.jsonl"))
     api.federate(model="m", clients=[Path("a.jsonl"), "b.jsonl"], out=Path("o"))
     assert [c.data.clients for c in seen] == [("a.jsonl",), ("a.jsonl", "b.jsonl")]
-    assert (seen[0].model, seen[0].out, seen[1].out) == ("m", "", "o")
+    assert (seen[0].model.name, seen[0].output.out, seen[1].output.out) == ("m", "", "o")

@@ -10,42 +10,46 @@ import pytest
 from result_example import make_result, small, write
 
 from pf2lora.errors import UserError
-from pf2lora.run import result as results
-from pf2lora.run.result import Estimate
+from pf2lora.run.estimates import Estimate, estimate, within_spread
+from pf2lora.run.result import load_result
 
 
 def test_load_gives_what_was_written_from_the_folder_or_the_file(tmp_path: Path) -> None:
     full = make_result(task="generation")
     folder = write(tmp_path, full)
-    assert results.load(folder) == full
-    assert results.load(folder / "result.json") == full
+    assert load_result(folder).to_dict() == full
+    assert load_result(folder / "result.json").to_dict() == full
 
 
 def test_load_reads_figures_that_are_not_finite_as_unknown(tmp_path: Path) -> None:
     result = small(local=[0.5])
     result["methods"]["local"]["runs"][0]["rounds"][0]["train_loss"] = [math.nan, math.inf]
-    loaded = results.load(write(tmp_path, result))
-    assert loaded["methods"]["local"]["runs"][0]["rounds"][0]["train_loss"] == [None, None]
+    loaded = load_result(write(tmp_path, result))
+    assert loaded.methods["local"].runs[0].rounds[0].train_loss == [None, None]
 
 
 @pytest.mark.parametrize(
     ("path", "value", "place"),
     [
-        ("format", 2, "format 2 is unknown"),
+        ("format", 1, "format 1 is unknown"),
         ("metric", "f1", "metric must be one of accuracy, matthews, loss"),
-        ("clients", [], "clients must be a list of at least 1"),
-        ("methods", {}, "methods must be an object with at least one method"),
-        ("methods.local.runs", [], "methods.local.runs must be a list of at least 1"),
+        ("clients", [], "clients must have at least one entry"),
+        ("methods", {}, "methods must have at least one entry"),
+        ("methods.local.runs", [], "methods.local.runs must have at least one entry"),
         ("methods.local.runs.0.seed", True, "methods.local.runs[0].seed must be a whole number"),
-        ("methods.local.runs.0.served.accuracy.per_client", [0.5], "per_client must be a list of 2 numbers"),
+        (
+            "methods.local.runs.0.served.accuracy.per_client",
+            [0.5],
+            "per_client must be a list of 2, not of 1",
+        ),
         ("methods.local.runs.0.served", None, "methods.local.runs[0].served must be an object"),
         (
             "methods.local.runs.0.rounds.1.train_loss",
             ["x", 1],
-            "rounds[1].train_loss must be a list of 2 numbers",
+            'rounds[1].train_loss[0] must be a number, not "x"',
         ),
-        ("methods.local.runs.0.rounds.1.ranks", [[1]], "rounds[1].ranks must be a list of 2"),
-        ("methods.local.runs.0.rounds.1.ranks", [[1], [1]], "ranks[0] must be a list of 2 numbers"),
+        ("methods.local.runs.0.rounds.1.ranks", [[1]], "rounds[1].ranks must be a list of 2, not of 1"),
+        ("methods.local.runs.0.rounds.1.ranks", [[1], [1]], "ranks[0] must be a list of 2, not of 1"),
         ("examples", [{"client": "a", "prompt": 1}], "examples[0].prompt must be a text"),
     ],
 )
@@ -57,35 +61,37 @@ def test_check_names_the_place(tmp_path: Path, path: str, value: Any, place: str
         node = node[part]
     node[last] = value
     with pytest.raises(UserError) as caught:
-        results.load(write(tmp_path, result))
+        load_result(write(tmp_path, result))
     assert place in str(caught.value) and str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_load_says_what_is_wrong_with_the_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such run folder"):
-        results.load(tmp_path / "nothing")
+        load_result(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"no result\.json here"):
-        results.load(tmp_path)
+        load_result(tmp_path)
     with pytest.raises(UserError, match="line 2, column 1"):
-        results.load(write(tmp_path / "broken", '{"format": 1,\n'))
+        load_result(write(tmp_path / "broken", '{"format": 2,\n'))
     with pytest.raises(UserError, match="must be an object"):
-        results.load(write(tmp_path / "list", "[]"))
+        load_result(write(tmp_path / "list", "[]"))
     missing = small(local=[0.5])
     del missing["methods"]["local"]["runs"][0]["seconds"]
     with pytest.raises(UserError, match=r"methods\.local\.runs\[0\]\.seconds is missing"):
-        results.load(write(tmp_path / "missing", missing))
+        load_result(write(tmp_path / "missing", missing))
 
 
 def test_estimates_are_mean_and_sample_deviation() -> None:
-    assert results.estimate([1.0, 3.0, None]) == Estimate(2.0, math.sqrt(2), 2)
-    assert results.estimate([1.0]) == Estimate(1.0, None, 1)
-    assert results.estimate([None, math.nan]) is None
+    assert estimate([1.0, 3.0]) == Estimate(2.0, math.sqrt(2), 2)
+    assert estimate([1.0]) == Estimate(1.0, None, 1)
+    assert estimate([None, math.nan]) is None
+    assert estimate([1.0, None]) is None  # a seed without a score does not drop out of the mean
+    assert estimate([1.0, math.nan]) is None
 
 
 def test_a_difference_is_within_the_spread_up_to_the_combined_deviation() -> None:
     def at(mean: float, deviation: float | None = 0.3) -> Estimate:
         return Estimate(mean, deviation, 3)
 
-    assert results.within_spread(at(1.0), at(1.5, 0.4)) is True  # √(0.3² + 0.4²) = 0.5
-    assert results.within_spread(at(1.0), at(1.51, 0.4)) is False
-    assert results.within_spread(at(1.0), at(1.0, None)) is None
+    assert within_spread(at(1.0), at(1.5, 0.4)) is True  # √(0.3² + 0.4²) = 0.5
+    assert within_spread(at(1.0), at(1.51, 0.4)) is False
+    assert within_spread(at(1.0), at(1.0, None)) is None

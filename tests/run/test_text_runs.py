@@ -76,15 +76,16 @@ def test_generation_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         lr=0.02,
         **SHORT,
     )
-    assert result["metric"] == "BLEU"
-    (record,) = result["methods"]["pf2lora"]["runs"]
-    assert record["served"]["BLEU"]["mean"] is not None and record["served"]["METEOR"]["mean"] is None
-    assert record["before_averaging"]["BLEU"]["mean"] is not None
-    assert any(line.startswith("no METEOR: ") for line in record["warnings"])
-    first, last = record["rounds"][0], record["rounds"][-1]
-    assert first["served"]["BLEU"] == [None, None] and last["served"]["BLEU"] != [None, None]
-    assert sum(last["train_loss"]) < sum(first["train_loss"])
-    assert set(result["examples"][0]["outputs"]) == {"homlora", "pf2lora"}
+    assert result.metric == "BLEU"
+    (record,) = result.methods["pf2lora"].runs
+    assert record.served["BLEU"].mean is not None and record.served["METEOR"].mean is None
+    assert record.before_averaging and record.before_averaging["BLEU"].mean is not None
+    assert any(line.startswith("no METEOR: ") for line in record.warnings)
+    first, last = record.rounds[0], record.rounds[-1]
+    assert first.served and first.served["BLEU"] == [None, None]
+    assert last.served and last.served["BLEU"] != [None, None]
+    assert sum(v or 0 for v in last.train_loss) < sum(v or 0 for v in first.train_loss)
+    assert set(result.examples[0].outputs) == {"homlora", "pf2lora"}
     assert (out / "report.html").is_file()
 
     def generated(*options: str) -> list[str]:
@@ -94,7 +95,7 @@ def test_generation_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return [row["text"] for row in json.loads(found.stdout)]
 
     north, south = generated("--client", "north"), generated("--client", "south")
-    shown = {(e["client"], e["prompt"]): e["outputs"]["pf2lora"] for e in result["examples"]}
+    shown = {(e.client, e.prompt): e.outputs["pf2lora"] for e in result.examples}
     own = [(prompt, text) for prompt, text in zip(FOODS, north) if ("north", prompt) in shown]
     assert all(shown["north", prompt] == text for prompt, text in own)
     assert len(generated()) == 2
@@ -126,8 +127,8 @@ def test_question_answering_run(kind: str, tmp_path: Path) -> None:
     result = federate(
         model=str(base), task="question-answering", clients=files, out=out, max_length=40, stride=8, **SHORT
     )
-    assert list(result["metrics"]) == ["f1", "exact_match", "loss", "answerable_f1", "unanswerable_f1"]
-    assert all(e["outputs"]["pf2lora"] for e in result["examples"])
+    assert list(result.metrics) == ["f1", "exact_match", "loss", "answerable_f1", "unanswerable_f1"]
+    assert all(e.outputs["pf2lora"] for e in result.examples)
     found = CliRunner().invoke(app, ["evaluate", str(out), files[0], "--client", "north", "--json"])
     assert found.exit_code == 0, found.output
     scores = json.loads(found.stdout)
@@ -136,7 +137,7 @@ def test_question_answering_run(kind: str, tmp_path: Path) -> None:
     model = PeftModel.from_pretrained(
         AutoModelForQuestionAnswering.from_pretrained(base), out / "clients" / "north"
     )
-    from pf2lora.run.folder import load_run
+    from pf2lora.run.saved import load_run
 
     loaded = load_run(out, device="cpu")
     x, y = loaded.client("north")
@@ -158,15 +159,23 @@ def test_question_answering_run(kind: str, tmp_path: Path) -> None:
         ({"task": "question-answering"}, "comes from files"),
         (
             {"task": "question-answering", "dataset": "squad", "text": "t"},
-            "--text names a column for classification",
+            "text is a setting of classification, and the task is question-answering",
         ),
         (
             {"task": "question-answering", "dataset": "squad", "partition": "column"},
-            "--partition is for classification",
+            "--partition column needs --partition-column",
+        ),
+        (
+            {"task": "question-answering", "dataset": "squad", "test": ["t.json"]},
+            "--test is for your own files, not for --dataset squad",
+        ),
+        (
+            {"task": "question-answering", "dataset": "squad", "context": "c"},
+            "--context is for your own files, not for --dataset squad",
         ),
     ],
 )
-def test_choices_that_do_not_fit_are_one_line(settings: dict[str, str], message: str) -> None:
+def test_choices_that_do_not_fit_are_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         federate(model="nowhere", **settings)
 

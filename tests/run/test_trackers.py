@@ -13,17 +13,16 @@ from little_world import SECRETS, World, make_world
 import pf2lora
 from pf2lora.errors import UserError
 from pf2lora.run import trackers
+from pf2lora.run.result import RoundRecord
 
-RECORD: dict[str, Any] = {
-    "round": 3,
-    "seconds": 1.0,
-    "train_loss": [1.0, None, 2.0],
-    "served": {"accuracy": [0.5, None, 1.0], "matthews": [None, None, None]},
-    "before_averaging": None,
-    "client_share": [0.1, 0.2, 0.3],
-    "second_order_share": None,
-    "ranks": [[1], [2], [3]],
-}
+RECORD = RoundRecord(
+    round=3,
+    seconds=1.0,
+    train_loss=[1.0, None, 2.0],
+    served={"accuracy": [0.5, None, 1.0], "matthews": [None, None, None]},
+    client_share=[0.1, 0.2, 0.3],
+    ranks=[[1], [2], [3]],
+)
 
 
 class Recorder(ModuleType):
@@ -73,8 +72,8 @@ def test_mlflow_and_wandb_are_told_every_round(
     ours, theirs = mlflow.named("log_metrics"), wandb.named("log")
     assert [dict([step])["step"] for _, step in ours] == [1, 2, 3] * 4  # methods and seeds follow each other
     assert [values["round"] for (values,) in theirs] == [1, 2, 3] * 4
-    last = result["methods"]["pf2lora"]["runs"][1]["rounds"][-1]["served"]["accuracy"]
-    assert ours[5][0]["pf2lora/seed-1/served/accuracy"] == pytest.approx(sum(last) / 3)
+    last = (result.methods["pf2lora"].runs[1].rounds[-1].served or {})["accuracy"]
+    assert ours[5][0]["pf2lora/seed-1/served/accuracy"] == pytest.approx(sum(v or 0 for v in last) / 3)
     assert all(isinstance(v, float) for values, _ in ours for v in values.values())
     told = str(mlflow.calls) + str(wandb.calls)
     assert not any(word in told for word in SECRETS.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from transformers import AutoModelForSequenceClassification
 
 import pf2lora
 from pf2lora.errors import UserError
-from pf2lora.run import result as results
+from pf2lora.methods import METHODS
 from pf2lora.run import trial
-from pf2lora.run.config import METHOD_NAMES, from_toml
-from pf2lora.run.experiment import prepare
+from pf2lora.run.comparison import prepare
+from pf2lora.run.config import from_toml
+from pf2lora.run.result import SentBytes, check, load_result
 
 NAMES = ["north", "south", "west"]
 
@@ -43,18 +45,18 @@ def test_a_run_folder_has_everything(
         *("clients", "common", "config.toml", "metrics.jsonl", "report.html", "result.json", "state")
     ]
     config = from_toml(run / "config.toml")
-    assert (config.model, config.rank, config.out) == (str(world.model), 4, str(run))
-    result = results.load(run)
-    assert [c["name"] for c in result["clients"]] == NAMES and result["title"] == "My clients"
-    assert [(c["train"], c["test"]) for c in result["clients"]] == [(48, 12), (64, 16), (80, 20)]
-    assert [sum(c["labels"].values()) for c in result["clients"]] == [48, 64, 80]
-    assert list(result["metrics"]) == ["accuracy", "matthews", "loss"]
-    (seed,) = result["methods"]["pf2lora"]["runs"]
+    assert (config.model.name, config.adapter.rank, config.output.out) == (str(world.model), 4, str(run))
+    result = load_result(run)
+    assert [c.name for c in result.clients] == NAMES and result.title == "My clients"
+    assert [(c.train, c.test) for c in result.clients] == [(48, 12), (64, 16), (80, 20)]
+    assert [sum(c.labels.values()) for c in result.clients] == [48, 64, 80]
+    assert list(result.metrics) == ["accuracy", "matthews", "loss"]
+    (seed,) = result.methods["pf2lora"].runs
     for point in ("served", "before_averaging"):
-        assert set(seed[point]) == {"accuracy", "matthews", "loss"}
+        assert set(getattr(seed, point)) == {"accuracy", "matthews", "loss"}
     recorded = [{k: v for k, v in line.items() if k not in ("method", "seed", "time")} for line in lines(run)]
-    assert recorded == [{k: v for k, v in r.items() if k != "ranks"} for r in seed["rounds"]]
-    assert len(seed["rounds"][-1]["ranks"]) == 3 and len(seed["layers"]) == 4
+    assert recorded == [{k: v for k, v in asdict(r).items() if k != "ranks"} for r in seed.rounds]
+    assert len(seed.rounds[-1].ranks or []) == 3 and len(seed.layers) == 4
     for folder in (run / "common", *(run / "clients" / name for name in NAMES)):
         base = AutoModelForSequenceClassification.from_pretrained(world.model, num_labels=2)
         PeftModel.from_pretrained(base, str(folder))
@@ -68,7 +70,7 @@ def test_metrics_are_written_as_they_happen(
     seen: list[int] = []
     original = trial.round_record
 
-    def watched(*args: Any) -> dict[str, Any]:
+    def watched(*args: Any) -> Any:
         file = tmp_path / "run" / "metrics.jsonl"
         seen.append(len(file.read_text().splitlines()) if file.exists() else 0)
         return original(*args)
@@ -117,12 +119,12 @@ def test_compare_two_methods_over_two_seeds(
     args = ["compare", *world.base, "--method", "pf2lora", "local", "--seeds", 2, "--seed", 5, "--out", run]
     code, out, _ = command_line(monkeypatch, capsys, *args)
     assert code == 0 and "±" in out and "2 seeds" in out
-    result = results.load(run)
-    assert {m: [r["seed"] for r in v["runs"]] for m, v in result["methods"].items()} == {
+    result = load_result(run)
+    assert {m: [r.seed for r in v.runs] for m, v in result.methods.items()} == {
         "pf2lora": [5, 6],
         "local": [5, 6],
     }
-    assert result["methods"]["local"]["runs"][0]["before_averaging"] is None
+    assert result.methods["local"].runs[0].before_averaging is None
     assert [(r["method"], r["seed"], r["round"]) for r in lines(run)] == [
         (method, seed, number) for method in ("pf2lora", "local") for seed in (5, 6) for number in (1, 2)
     ]
@@ -132,32 +134,31 @@ def test_compare_two_methods_over_two_seeds(
         assert (run / "methods" / "local" / "clients" / name / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize("method", list(METHODS))
 def test_every_method_runs_and_costs_what_it_costs(method: str, world: World, tmp_path: Path) -> None:
     result = pf2lora.federate(**world.settings(method=method, rounds=1, out=tmp_path / "run"))
-    (run,) = results.load(tmp_path / "run")["methods"][method]["runs"]
-    assert run["flops_per_round"] > 0 and run["peak_memory_bytes"] > 0
-    sent = run["bytes_per_round"]
-    parameters = run["parameters"]
-    assert parameters["head"] == 2 * 32 + 2
+    (run,) = load_result(tmp_path / "run").methods[method].runs
+    assert (run.flops_per_round or 0) > 0 and (run.peak_memory_bytes or 0) > 0
+    sent, parameters = run.bytes_per_round, run.parameters
+    assert parameters.head == 2 * 32 + 2
     if method in ("centralized", "local"):
-        assert sent == {"adapter": 0, "head": 0}
+        assert sent == SentBytes(0, 0)
     else:
-        assert sent["head"] == 4 * parameters["head"]
+        assert sent.head == 4 * parameters.head
         full = 4 * 4 * 2 * 32 * 4  # four layers, A and B of rank 4, float32
-        assert sent["adapter"] == full if method != "hetlora" else full <= sent["adapter"] <= 1.5 * full
-    assert (parameters["client"] > 0) == method.startswith("pf2lora")
+        assert sent.adapter == full if method != "hetlora" else full <= sent.adapter <= 1.5 * full
+    assert (parameters.client > 0) == method.startswith("pf2lora")
     served = tmp_path / "run" / ("common" if method == "centralized" else "clients/west")
     rank = json.loads((served / "adapter_config.json").read_text())["r"]
     assert rank == {"pf2lora": 6, "pf2lora-joint": 6, "hetlora": 6}.get(method, 4)
-    assert result["methods"][method]["label"]
+    assert result.methods[method].label
 
 
 def test_personal_adapters_learn_what_an_average_cannot(world: World) -> None:
     """To one client the words mean the opposite: a common model cannot serve it, its own adapter can."""
     settings = world.settings(**LEARNING, method=["pf2lora", "homlora"])
-    methods = pf2lora.federate(**settings)["methods"]
-    worst = {name: m["runs"][0]["served"]["accuracy"]["worst"] for name, m in methods.items()}
+    result = pf2lora.federate(**settings)
+    worst = {name: result.served("accuracy", name).worst or 0 for name in result.methods}
     assert worst["pf2lora"] > 0.8 and worst["homlora"] < 0.5
 
 
@@ -175,16 +176,14 @@ def test_the_same_seed_gives_the_same_run(world: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["pf2lora", "per-fedavg", "hetlora"])
 def test_clients_in_several_passes_end_and_score_alike(method: str, world: World) -> None:
     whole, parts = (
-        pf2lora.federate(**world.settings(method=method, rounds=2, clients_per_pass=per_pass))["methods"][
-            method
-        ]["runs"][0]
+        pf2lora.federate(**world.settings(method=method, rounds=2, clients_per_pass=per_pass))
+        .methods[method]
+        .runs[0]
         for per_pass in (None, 2)
     )
-    for a, b in zip(whole["rounds"], parts["rounds"]):
-        assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
-    assert whole["served"]["loss"]["per_client"] == pytest.approx(
-        parts["served"]["loss"]["per_client"], abs=1e-5
-    )
+    for a, b in zip(whole.rounds, parts.rounds):
+        assert a.train_loss == pytest.approx(b.train_loss, abs=1e-5)
+    assert whole.served["loss"].per_client == pytest.approx(parts.served["loss"].per_client, abs=1e-5)
 
 
 def test_a_risen_loss_is_warned_of(
@@ -192,30 +191,29 @@ def test_a_risen_loss_is_warned_of(
 ) -> None:
     args = ["train", *world.base, "--method", "homlora", "--lr", 3, "--rounds", 3, "--out", tmp_path / "run"]
     code, out, _ = command_line(monkeypatch, capsys, *args)
-    (run,) = results.load(tmp_path / "run")["methods"]["homlora"]["runs"]
-    rose = [r for r in run["warnings"] if "the training loss rose above its start" in r]
-    first, last = run["rounds"][0]["train_loss"], run["rounds"][-1]["train_loss"]
+    (run,) = load_result(tmp_path / "run").methods["homlora"].runs
+    rose = [r for r in run.warnings if "the training loss rose above its start" in r]
+    first, last = run.rounds[0].train_loss, run.rounds[-1].train_loss
     expected = [name for name, a, b in zip(NAMES, first, last) if b > a]
     assert [line.split("'")[1] for line in rose] == expected and expected
     assert code == 0 and "warning" in out and expected[0] in out
 
 
 def test_an_own_adapter_that_stands_still_is_warned_of(world: World) -> None:
-    (still,) = pf2lora.federate(**world.settings(client_lr=0))["methods"]["pf2lora"]["runs"]
-    stopped = [line for line in still["warnings"] if "stopped moving" in line]
+    (still,) = pf2lora.federate(**world.settings(client_lr=0)).methods["pf2lora"].runs
+    stopped = [line for line in still.warnings if "stopped moving" in line]
     assert [line.split("'")[1] for line in stopped] == NAMES
-    (moving,) = pf2lora.federate(**world.settings(client_lr=0.5, hypergradient_mode="none"))["methods"][
-        "pf2lora"
-    ]["runs"]
-    assert not any("stopped moving" in line for line in moving["warnings"])
+    settings = world.settings(client_lr=0.5, hypergradient_mode="none")
+    (moving,) = pf2lora.federate(**settings).methods["pf2lora"].runs
+    assert not any("stopped moving" in line for line in moving.warnings)
 
 
 def test_a_client_that_sat_out_the_last_round_has_not_stopped_moving(world: World) -> None:
     settings = world.settings(client_lr=0.5, participation=0.3, rounds=6)
-    (run,) = pf2lora.federate(**settings)["methods"]["pf2lora"]["runs"]
-    absent = [r["train_loss"].count(None) for r in run["rounds"]]
+    (run,) = pf2lora.federate(**settings).methods["pf2lora"].runs
+    absent = [r.train_loss.count(None) for r in run.rounds]
     assert absent == [2] * 6
-    assert not any("stopped moving" in line for line in run["warnings"])
+    assert not any("stopped moving" in line for line in run.warnings)
 
 
 def test_a_loss_that_is_no_number_stops_the_run(
@@ -286,5 +284,5 @@ def test_federate_without_a_folder_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = pf2lora.federate(**world.settings(method="homlora", seeds=2))
-    results.check(result, "federate()")
+    check(result, "federate()")
     assert list(tmp_path.iterdir()) == []

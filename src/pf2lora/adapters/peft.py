@@ -5,20 +5,20 @@ A client's `s·BA + s̃·D_kC_k` is one LoRA of rank r + r̃: `A' = [A; C]`, `B'
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from pf2lora.adapters.base_model import fresh_parameters
 from pf2lora.adapters.layers import Adapted
 from pf2lora.adapters.two_level import TwoLevelModel
+from pf2lora.atomic import write_bytes, write_json
+from pf2lora.core.factors import down, up
 
-PEFT_TASKS = {"classification": "SEQ_CLS", "question-answering": "QUESTION_ANS", "generation": "CAUSAL_LM"}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -29,13 +29,11 @@ def combined(layer: Adapted, x: dict[str, Tensor], y: dict[str, Tensor]) -> tupl
     """
     downs, ups = [], []
     for part in layer.parts:
-        down, up = x[f"{part.name}.A"], x[f"{part.name}.B"] * layer.spec.scaling
-        if f"{part.name}.C" in y:
-            down = torch.cat([down, y[f"{part.name}.C"]])
-            up = torch.cat([up, y[f"{part.name}.D"] * layer.spec.client_scaling], dim=1)
-        rows = up.new_zeros(layer.out_features, up.shape[1])
-        rows[part.start : part.stop] = up
-        downs.append(down)
+        C, D = y.get(f"{part.name}.C"), y.get(f"{part.name}.D")
+        of_part = up(x[f"{part.name}.B"], D, layer.spec.scaling, layer.spec.client_scaling)
+        rows = of_part.new_zeros(layer.out_features, of_part.shape[1])
+        rows[part.start : part.stop] = of_part
+        downs.append(down(x[f"{part.name}.A"], C))
         ups.append(rows)
     return torch.cat(downs), torch.cat(ups, dim=1)
 
@@ -67,32 +65,39 @@ def whole_tensors(model: TwoLevelModel, x: dict[str, Tensor]) -> dict[str, Tenso
     return state
 
 
-def save_peft(folder: Path, model: TwoLevelModel, x: Tensor, y: Tensor, task: str, base_model: str) -> None:
-    """One client's adapter and head as a folder that plain `PeftModel.from_pretrained(base, folder)` loads."""
+def save_peft(
+    folder: Path, model: TwoLevelModel, x: Tensor, y: Tensor, peft_type: str | None, base_model: str
+) -> None:
+    """One client's adapter and head as a folder that plain `PeftModel.from_pretrained(base, folder)` loads.
+
+    `peft_type` is what PEFT calls the task (`Task.peft_type`).
+    """
     common, own = one_client(model, x, y)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for name, layer in model.adapted.items():
-        down, up = combined(layer, common, own)
-        tensors[f"base_model.model.{name}.lora_A.weight"] = down
-        tensors[f"base_model.model.{name}.lora_B.weight"] = up
-        ranks[name] = down.shape[0]
+        A, B = combined(layer, common, own)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = A
+        tensors[f"base_model.model.{name}.lora_B.weight"] = B
+        ranks[name] = A.shape[0]
     tensors |= {f"base_model.model.{name}": t for name, t in whole_tensors(model, common).items()}
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: t.detach().float().cpu().contiguous().clone() for name, t in tensors.items()}
-    save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
-    config = peft_config(model, ranks, task, base_model)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf8")
+    write_bytes(folder / WEIGHTS, save(contiguous, metadata={"format": "pt"}))
+    config = peft_config(model, ranks, peft_type, base_model)
+    write_json(folder / CONFIG, config)
 
 
-def peft_config(model: TwoLevelModel, ranks: dict[str, int], task: str, base_model: str) -> dict[str, Any]:
+def peft_config(
+    model: TwoLevelModel, ranks: dict[str, int], peft_type: str | None, base_model: str
+) -> dict[str, Any]:
     """adapter_config.json. The scaling is inside B', so lora_alpha equals the rank."""
     rank = max(ranks.values())
     smaller = {name: r for name, r in ranks.items() if r != rank}  # beside GPT-2's fused projections
     conv = any(isinstance(layer.base, Conv1D) for layer in model.adapted.values())
     return {
         "peft_type": "LORA",
-        "task_type": PEFT_TASKS[task],
+        "task_type": peft_type,
         "base_model_name_or_path": base_model,
         "r": rank,
         "lora_alpha": rank,
@@ -113,8 +118,8 @@ def merged_state(model: TwoLevelModel, x: Tensor, y: Tensor) -> dict[str, Tensor
     common, own = one_client(model, x, y)
     state = {name.replace(".base.", "."): t.clone() for name, t in model.model.state_dict().items()}
     for name, layer in model.adapted.items():
-        down, up = combined(layer, common, own)
-        delta = up @ down
+        A, B = combined(layer, common, own)
+        delta = B @ A
         weight = state[f"{name}.weight"]
         wide = weight.float().cpu() + (delta.T if isinstance(layer.base, Conv1D) else delta)
         state[f"{name}.weight"] = wide.to(weight.dtype)

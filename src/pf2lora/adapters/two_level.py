@@ -29,6 +29,7 @@ from pf2lora.adapters.architectures import (
 from pf2lora.adapters.base_model import fresh_parameters
 from pf2lora.adapters.layers import Adapted, ClientLinear, Part, sizes
 from pf2lora.adapters.spec import AdapterSpec
+from pf2lora.core.factors import down, up
 from pf2lora.core.layout import Entry, Kind, Layout
 from pf2lora.core.randomness import generator
 from pf2lora.core.second_order import is_differentiated_twice
@@ -182,15 +183,12 @@ class TwoLevelModel:
             if kind == "head":
                 heads |= {entry.name: view for entry, view in zip(run, block.unbind(1))}
                 continue
-            if kind == "B":
-                block = block * self.spec.scaling if self.spec.scaling != 1 else block
-            if self.spec.client_rank:
-                beside = next(own)
-                if kind == "B" and self.spec.client_scaling != 1:
-                    beside = beside * self.spec.client_scaling
-                block = torch.cat([block, beside], dim=-1 if kind == "B" else -2)
-            block = aligned(block.to(self.dtype), -1 if kind == "B" else -2)
-            (ups if kind == "B" else downs).extend(block.unbind(1))
+            of_client = next(own) if self.spec.client_rank else None
+            if kind == "A":
+                downs.extend(aligned(down(block, of_client).to(self.dtype), -2).unbind(1))
+            else:
+                both = up(block, of_client, self.spec.scaling, self.spec.client_scaling)
+                ups.extend(aligned(both.to(self.dtype), -1).unbind(1))
         return dict(zip(self.layer_names, zip(downs, ups))), heads
 
     def unbind(self) -> None:

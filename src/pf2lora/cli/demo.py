@@ -5,27 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 
 from pf2lora.cli.train import Force, Out, PrintConfig, execute
-from pf2lora.data.embedded import MOVIE_REVIEWS, minilm_folder
-from pf2lora.data.spec import DataSpec
-from pf2lora.run.config import METHOD_NAMES, Config
+from pf2lora.data.embedded import minilm_folder
+from pf2lora.methods import METHODS
+from pf2lora.run.config import Config, from_settings
+from pf2lora.tasks.classification.movie_reviews import MOVIE_REVIEWS
 
 
 def demo_config() -> Config:
     """Label-skewed clients of different sizes by the paper's protocol; small enough for two cores."""
-    return Config(
-        model=str(minilm_folder()),
-        method=METHOD_NAMES,
-        rounds=14,
-        steps=4,
-        batch_size=8,
-        max_length=40,
-        lr=5e-3,
-        client_lr=0.1,
-        evaluate_every=7,
-        title="Rotten Tomatoes sentences, four clients, all-MiniLM-L6-v2",
-        data=DataSpec(
-            dataset=MOVIE_REVIEWS, num_clients=4, heterogeneity=0.6, size_ratio=4.0, test_ratio=0.04
-        ),
+    return from_settings(
+        {
+            "model": str(minilm_folder()),
+            "method": list(METHODS.own),
+            "rounds": 14,
+            "steps": 4,
+            "batch_size": 8,
+            "max_length": 40,
+            "lr": 5e-3,
+            "client_lr": 0.1,
+            "evaluate_every": 7,
+            "title": "Rotten Tomatoes sentences, four clients, all-MiniLM-L6-v2",
+            "dataset": MOVIE_REVIEWS,
+            "num_clients": 4,
+            "heterogeneity": 0.6,
+            "size_ratio": 4.0,
+            "test_ratio": 0.04,
+        },
+        "demo",
     )
 
 

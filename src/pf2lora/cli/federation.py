@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pf2lora.cli.data import ListCommand
-from pf2lora.cli.options import configured, read_config
+from pf2lora.cli.options import ListCommand, configured, read_config
 from pf2lora.errors import UserError
 
 app = typer.Typer(help="Federate across machines (NVIDIA FLARE).", no_args_is_help=True)
@@ -68,8 +66,8 @@ def rehearse(
         result = run(config, out, options=options, force=force, tell=tell)
     except KeyboardInterrupt:
         sys.exit(130)
-    if sites is not None and len(result["clients"]) != sites:
-        tell(f"the data makes {len(result['clients'])} sites, whatever --sites says")
+    if sites is not None and len(result.clients) != sites:
+        tell(f"the data makes {len(result.clients)} sites, whatever --sites says")
     show_result(result, out)
 
 
@@ -78,17 +76,24 @@ app.command(cls=ListCommand)(rehearse)
 
 def rehearsal_config(settings: dict[str, Any], file: Path | None, sites: int | None) -> Any:
     """What was asked for; the embedded text and model where no data is named."""
-    named = "data" in settings or "model" in settings or file is not None
-    if named:
+    from pf2lora.data.settings import DataSettings
+    from pf2lora.settings import settings_of
+
+    if file is not None or "model" in settings or settings_of(DataSettings).keys() & settings.keys():
         return read_config(settings, file)
     from pf2lora.cli.demo import demo_config
-    from pf2lora.run.config import from_dict, merged, to_dict
+    from pf2lora.run.config import from_dict, in_tables, merged, to_dict
 
-    demo = demo_config()
-    data = dataclasses.replace(demo.data, num_clients=sites or 4, limit=400)
-    title = "A rehearsal: Rotten Tomatoes sentences"
-    small = dataclasses.replace(demo, method=("pf2lora",), rounds=6, evaluate_every=6, data=data, title=title)
-    return from_dict(merged(to_dict(small), settings), "command line")
+    smaller = {
+        "method": ["pf2lora"],
+        "rounds": 6,
+        "evaluate_every": 6,
+        "num_clients": sites or 4,
+        "limit": 400,
+    }
+    smaller["title"] = "A rehearsal: Rotten Tomatoes sentences"
+    over = in_tables(smaller | settings, "command line")
+    return from_dict(merged(to_dict(demo_config()), over), "command line")
 
 
 def tell(line: str) -> None:
@@ -137,21 +142,15 @@ def submit(
     """Hand a run to the server. The same command resumes one that was stopped."""
     from pf2lora.federation.flare import admin
     from pf2lora.federation.protocol.plan import Plan
-    from pf2lora.run.config import to_dict
 
     config = read_config(settings, file)
-    if len(config.method) != 1 or config.seeds != 1:
-        raise UserError("a federation runs one method with one seed")
-    if config.task == "classification" and not labels:
+    if config.task.labelled and not labels:
         raise UserError(
             "--labels is missing: no one sees all the data, so the labels are named (--labels neg,pos)"
         )
-    unsent = ("data", "model", "device", "precision", "trackers", "title")
-    shared = {k: v for k, v in to_dict(config).items() if k not in unsent}
-    plan = Plan(
+    plan = Plan.of(
+        config,
         name,
-        shared,
-        config.method[0],
         tuple(sites.split(",")),
         tuple(labels.split(",") if labels else ()),
         deadline=deadline,

@@ -38,13 +38,15 @@ def generate(
     if any(not prompt.strip() for prompt in wanted):
         raise UserError("an empty prompt cannot be continued")
     loaded = open_run(run, method, device)
-    if loaded.config.task != "generation":
-        raise UserError(f"{run} is a run of {loaded.config.task}; 'pf2lora predict' is for classification")
+    from pf2lora.tasks.generation.task import Generation
+
     task = loaded.task
-    task.decoding = replace(
-        task.decoding,
-        beams=beams or task.decoding.beams,
-        max_new_tokens=max_new_tokens or task.decoding.max_new_tokens,
+    if not isinstance(task, Generation):
+        raise UserError(f"{run} is a run of {task.name}; 'pf2lora predict' is for classification")
+    task.settings = replace(
+        task.settings,
+        beams=beams or task.settings.beams,
+        max_new_tokens=max_new_tokens or task.settings.max_new_tokens,
     )
     x, y = loaded.client(client)
     texts = task.generate(loaded.model, x, y, [wanted])[0]

@@ -1,88 +1,109 @@
-"""Every command that describes a run takes the same options, made from the config's own settings."""
+"""Options made from the settings themselves: every command that describes a run, or its data, takes the same ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from pf2lora.cli import data as data_options
-from pf2lora.data.spec import DataSpec
+from pf2lora.data.settings import PANELS as DATA_PANELS
 from pf2lora.run import config as configs
 from pf2lora.run.config import Config
+from pf2lora.settings import settings_of, types_of
+from pf2lora.tasks import TASKS
 
-EVERYDAY: tuple[str, ...] = (
-    "model",
-    "method",
-    "rounds",
-    "steps",
-    "batch_size",
-    "rank",
-    "client_rank",
-    "lr",
-    "client_lr",
-)
-EVERYDAY += ("seed", "seeds", "device", "precision")
-PANELS = dict.fromkeys(("stride", "max_answer_tokens", "no_answer_threshold"), "Question answering")
-PANELS |= dict.fromkeys(
-    ("beams", "length_penalty", "no_repeat_ngram", "max_new_tokens", "separator"), "Generation"
-)
-COLUMNS = {
-    "context": "Question answering",
-    "question": "Question answering",
-    "answers": "Question answering",
-    "prompt": "Generation",
-    "target": "Generation",
-}
+EVERYDAY, TRAINING, TASK = "Everyday", "Method and training", "Task"
+SHORTER = {"hypergradient_mode": "--hypergradient"}
 OWN = ("out",)  # commands have options of their own for these
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A setting as the command line shows it."""
+
+    name: str
+    kind: Any
+    help: str
+    panel: str
+
+    @property
+    def flags(self) -> list[str]:
+        long = "--" + self.name.replace("_", "-")
+        if self.kind is bool:
+            return [f"{long}/--no-{long[2:]}"]
+        return [SHORTER[self.name], long] if self.name in SHORTER else [long]
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.kind) is tuple
+
+    def parameter(self) -> inspect.Parameter:
+        """None means "not given", so that a TOML file's value stands."""
+        option = typer.Option(*self.flags, help=self.help, rich_help_panel=self.panel, show_default=False)
+        kind = list[str] | None if self.is_list else self.kind | None
+        return parameter(self.name, Annotated[kind, option])
 
 
-def config_options() -> list[inspect.Parameter]:
-    """An option for every setting; None means "not given", so that a TOML file's value stands."""
-    types = configs.option_types(Config)
-    fields = {f.name: f for f in dataclasses.fields(Config) if f.name in types}
-    order = [*EVERYDAY, *(name for name in fields if name not in EVERYDAY + OWN)]
-    found = []
-    for name in order:
-        default = fields[name].default
-        kind = types[name]
-        kind = list[str] | None if typing.get_origin(kind) is tuple else kind | None
-        shown = ", ".join(default) if isinstance(default, tuple) else default
-        hint = f" [dim](default: {shown})[/dim]" if shown not in ("", None) else ""
-        panel = PANELS.get(name, "Everyday" if name in EVERYDAY else "Method and training")
-        spelling = f"{flag(name)}/--no-{flag(name)[2:]}" if types[name] is bool else flag(name)
-        option = typer.Option(
-            spelling, help=fields[name].metadata["help"] + hint, rich_help_panel=panel, show_default=False
+def choices() -> dict[str, Choice]:
+    """Every setting of a run, those that most users set first."""
+    found: dict[str, Choice] = {}
+    for table, kind in configs.TABLES.items():
+        types = types_of(kind)
+        for name, field in settings_of(kind).items():
+            flat = table if name == "name" else name
+            panel = DATA_PANELS.get(name, TRAINING) if table == "data" else TRAINING
+            panel = EVERYDAY if field.metadata["everyday"] else panel
+            text = sets_help() if name == "dataset" else field.metadata["help"]
+            found[flat] = Choice(flat, types[name], text + default_hint([("", field.default)]), panel)
+    found |= task_choices()
+    return dict(sorted(found.items(), key=lambda item: item[1].panel != EVERYDAY))
+
+
+def task_choices() -> dict[str, Choice]:
+    """The tasks' own settings; one that several tasks have is one flag, with each task's default."""
+    names = ", ".join(TASKS)
+    default = Config().task.name
+    found = {
+        "task": Choice(
+            "task", str, f"{names}, or package.module:Class{default_hint([('', default)])}", EVERYDAY
         )
-        found.append(parameter(name, Annotated[kind, option]))
+    }
+    owners: dict[str, list[str]] = {}
+    for task in TASKS:
+        for name in settings_of(TASKS[task]):
+            owners.setdefault(name, []).append(task)
+    for name, tasks in owners.items():
+        field = settings_of(TASKS[tasks[0]])[name]
+        defaults = [
+            (task if len(tasks) > 1 else "", settings_of(TASKS[task])[name].default) for task in tasks
+        ]
+        panel = tasks[0].replace("-", " ").capitalize() if len(tasks) == 1 else TASK
+        text = field.metadata["help"] + default_hint(defaults)
+        found[name] = Choice(name, types_of(TASKS[tasks[0]])[name], text, panel)
     return found
 
 
-def data_parameters() -> list[inspect.Parameter]:
-    """The options of the data, as `pf2lora data show` takes them."""
-    shown = inspect.signature(data_options.show).parameters
-    hints = typing.get_type_hints(data_options.show, include_extras=True)
-    found = []
-    for name in configs.option_types(DataSpec):
-        if name in shown:
-            kind, option = typing.get_args(hints[name])[:2]
-            option.show_default = False
-            found.append(parameter(name, Annotated[kind | None, option]))
-        elif name in COLUMNS:
-            option = typer.Option(
-                flag(name), help=f"Column of the {name} (guessed).", rich_help_panel=COLUMNS[name]
-            )
-            found.append(parameter(name, Annotated[str | None, option]))
-    return found
+def default_hint(defaults: Iterable[tuple[str, Any]]) -> str:
+    """` (default: 128)`, or each owner's where they differ; nothing where the default is nothing."""
+    shown = [
+        (owner, ", ".join(value) if isinstance(value, tuple) else value)
+        for owner, value in defaults
+        if value not in ("", None, ())
+    ]
+    text = ", ".join(f"{owner} {value}".strip() for owner, value in shown)
+    return f" [dim](default: {text})[/dim]" if text else ""
+
+
+def sets_help() -> str:
+    """The data sets that tasks know by name."""
+    known = [f"{', '.join(TASKS[task].datasets)} ({task})" for task in TASKS if TASKS[task].datasets]
+    return "; ".join(known)
 
 
 def parameter(name: str, annotation: Any) -> inspect.Parameter:
@@ -90,35 +111,40 @@ def parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def configured(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command every option of a run. It gets `settings`: what was given, as nested values.
-
-    A `.toml` file may be given as the argument; `command(settings, file, **its own options)`.
-    """
-    run_options = {p.name: p for p in [*config_options(), *data_parameters()]}
-    own = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hint)
-        for name, p in inspect.signature(command).parameters.items()
-        if name not in ("settings", "file")
-        for hint in [typing.get_type_hints(command, include_extras=True)[name]]
-    ]
-    data_names = set(configs.option_types(DataSpec))
+    """Give a command every option of a run. It gets `settings` (what was given, by name) and `file`, a TOML file that
+    may be given as the argument; `command(settings, file, **its own options)`."""
     file_hint = Annotated[
         Path | None, typer.Argument(help="A TOML file with any of these settings; flags win.")
     ]
-
-    def wrapper(**given: Any) -> None:
-        settings: dict[str, Any] = {}
-        for name in run_options:
-            value = given.pop(name)
-            if value not in (None, [], ()):
-                table = settings.setdefault("data", {}) if name in data_names else settings
-                table[name] = value
-        command(settings, given.pop("file"), **given)
-
-    wrapper.__doc__ = command.__doc__
-    wrapper.__name__ = command.__name__
     file = inspect.Parameter("file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=file_hint)
-    signature = inspect.Signature([file, *run_options.values(), *own])
+    return with_settings(command, [c for c in choices().values() if c.name not in OWN], file)
+
+
+def described(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that describe data: `command(settings, **its own options)`."""
+    names = {*settings_of(configs.TABLES["data"]), *task_choices(), "seed"}
+    return with_settings(command, [c for c in choices().values() if c.name in names])
+
+
+def with_settings(
+    command: Callable[..., None], given: list[Choice], *first: inspect.Parameter
+) -> Callable[..., None]:
+    """The command with an option for each choice, whose values it gets together as `settings`."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    taken = {"settings", *(p.name for p in first)}
+    own = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
+        for name, p in inspect.signature(command).parameters.items()
+        if name not in taken
+    ]
+
+    def wrapper(**values: Any) -> None:
+        found = {c.name: values.pop(c.name) for c in given}
+        settings = {name: value for name, value in found.items() if value not in (None, [], ())}
+        command(settings, *(values.pop(p.name) for p in first), **values)
+
+    wrapper.__doc__, wrapper.__name__ = command.__doc__, command.__name__
+    signature = inspect.Signature([*first, *(c.parameter() for c in given), *own])
     wrapper.__signature__ = signature  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     return wrapper
@@ -127,5 +153,36 @@ def configured(command: Callable[..., None]) -> Callable[..., None]:
 def read_config(settings: dict[str, Any], file: Path | None) -> Config:
     """The config of a file and flags."""
     if file is None:
-        return configs.from_dict(settings, "command line")
-    return configs.from_toml(file, settings)
+        return configs.from_settings(settings, "command line")
+    written = configs.read_toml(file)
+    task = written.get("task", {})
+    named = {"task": task["name"]} if isinstance(task, dict) and "name" in task else {}
+    over = configs.in_tables(named | settings, "command line")
+    return configs.from_dict(configs.merged(written, over), str(file))
+
+
+# --- lists -------------------------------------------------------------------------------------------------
+
+
+def spread_lists(args: list[str], lists: set[str]) -> list[str]:
+    """`--clients a b c` as `--clients a --clients b --clients c`: what a shell makes of an unquoted glob.
+
+    A list ends at the next option, or at a config file (`run.toml`).
+    """
+    spread: list[str] = []
+    flag: str | None = None
+    for arg in args:
+        if arg.startswith("-") or arg.endswith(".toml"):
+            flag = arg if arg in lists else None
+            spread += [] if flag else [arg]
+        else:
+            spread += [flag, arg] if flag else [arg]
+    return spread
+
+
+class ListCommand(TyperCommand):
+    """A command whose list options take several values each."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        lists = {flag for c in choices().values() if c.is_list for flag in c.flags}
+        return super().parse_args(ctx, spread_lists(args, lists))

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from pf2lora.errors import UserError
-from pf2lora.run import result as results
 
 FILE = "report.html"
 
@@ -24,8 +23,9 @@ def report(
 ) -> None:
     """Write a run's report.html again, or compare several runs in one page."""
     from pf2lora.report import build
+    from pf2lora.run.result import load_result
 
-    loaded = [results.load(run) for run in runs]
+    loaded = [load_result(run) for run in runs]
     target = _target(runs, out)
     names = [(run if run.is_dir() else run.parent).resolve().name for run in runs]
     typer.echo(str(build(loaded, target, names)))

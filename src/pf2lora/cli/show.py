@@ -6,16 +6,23 @@ import logging
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pf2lora.run import numbers
+from pf2lora.run.result import Point, Result
+from pf2lora.tasks.settings import Metric
+
+if TYPE_CHECKING:
+    from pf2lora.run.workload import Workload
+
 console = Console(soft_wrap=False, highlight=False)
 
-COLUMNS = ("served", "before\naveraging", "worst\nclient", "spread", "sent per\nround", "seconds")
+COLUMNS = ("served", "before\naveraging", "worst\nclient", "spread", "sent per\nround", "training\nseconds")
 WARNINGS_SHOWN = 2  # of each method
 
 
@@ -30,79 +37,67 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", module="transformers")
 
 
-def show_clients(workload: Any) -> None:
+def show_clients(workload: Workload) -> None:
     """One line: how many clients, rows and where they run."""
     rows = [len(c.train) for c in workload.clients]
     tests = sum(len(c.test) for c in workload.clients)
+    model = workload.config.model
     console.print(
         f"{len(rows)} clients with {min(rows)} to {max(rows)} training rows, {tests} test rows in all; "
-        f"{escape(workload.config.model)} in {workload.config.precision} on {workload.device}",
+        f"{escape(model.name)} in {model.precision} on {workload.device}",
         soft_wrap=True,
     )
 
 
-def score(value: float | None, percent: bool) -> str:
-    if value is None:
-        return "–"
-    return f"{100 * value:.1f}" if percent else f"{value:.3f}"
-
-
-def size(count: float) -> str:
-    """Bytes in the unit that fits."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
-
-
-def show_result(result: dict[str, Any], out: Path | None) -> None:
+def show_result(result: Result, out: Path | None) -> None:
     """The headline table, warnings, and where to look further."""
-    about = result["metrics"][result["metric"]]
-    seeds = len(next(iter(result["methods"].values()))["runs"])
+    about = result.metrics[result.metric]
+    seeds = len(next(iter(result.methods.values())).runs)
     several = f", mean ± deviation of {seeds} seeds" if seeds > 1 else ""
-    unit = " in %" if about["percent"] else ""
-    console.print(f"\n[bold]{escape(result['title'])}[/bold]: {about['label']}{unit} over clients{several}")
+    unit = " in %" if about.percent else ""
+    console.print(f"\n[bold]{escape(result.title)}[/bold]: {about.label}{unit} over clients{several}")
     console.print(score_table(result))
-    for method in result["methods"].values():
-        show_warnings(method["label"], [line for run in method["runs"] for line in run["warnings"]])
+    for method in result.methods.values():
+        show_warnings(method.label, [line for run in method.runs for line in run.warnings])
     if out is not None:
         console.print(f"report: {escape(str(out / 'report.html'))}", soft_wrap=True)
 
 
-def score_table(result: dict[str, Any]) -> Table:
+def score_table(result: Result) -> Table:
     """One line per method, the best in bold; narrow enough for 80 columns with deviations."""
-    from pf2lora.run import result as results
+    about = result.metrics[result.metric]
 
-    metric = result["metric"]
-    about = result["metrics"][metric]
-
-    def shown(name: str, point: results.Point, what: str = "mean") -> str:
-        found = results.score(result, name, point, metric, what)
+    def shown(name: str, point: Point, what: str = "mean") -> str:
+        found = result.estimate(name, point, result.metric, what)
         if found is None:
             return "–"
-        text = score(found.mean, about["percent"])
-        return text if found.deviation is None else f"{text}±{score(found.deviation, about['percent'])}"
+        text = short_score(found.mean, about)
+        return text if found.deviation is None else f"{text}±{short_score(found.deviation, about)}"
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("method", overflow="fold")
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
-    served = {name: results.score(result, name, "served", metric) for name in result["methods"]}
+    served = {name: result.estimate(name, "served", result.metric) for name in result.methods}
     known = {name: e.mean for name, e in served.items() if e is not None}
-    best = (max if about["higher_is_better"] else min)(known, key=lambda n: known[n], default=None)
-    for name, method in result["methods"].items():
+    best = (max if about.higher_is_better else min)(known, key=lambda n: known[n], default=None)
+    for name, method in result.methods.items():
         table.add_row(
-            escape(method["label"]),
+            escape(method.label),
             shown(name, "served"),
             shown(name, "before_averaging"),
             shown(name, "served", "worst"),
             shown(name, "served", "spread"),
-            size(sum(method["runs"][0]["bytes_per_round"].values())),
-            f"{sum(r['seconds'] for r in method['runs']):.0f}",
+            numbers.size(method.runs[0].bytes_per_round.total),
+            f"{sum(run.seconds for run in method.runs):.0f}",
             style="bold" if name == best else None,
         )
     return table
+
+
+def short_score(value: float | None, metric: Metric) -> str:
+    """A score for a narrow table: one decimal in per cent."""
+    return numbers.score(value, metric, digits=1 if metric.percent else 3)
 
 
 def show_warnings(label: str, lines: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +10,8 @@ import typer
 
 from pf2lora.cli.options import configured, read_config
 from pf2lora.errors import UserError
-from pf2lora.run.config import METHOD_NAMES, Config, to_toml
+from pf2lora.methods import METHODS
+from pf2lora.run.config import Config, to_toml
 
 Out = Annotated[Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday")]
 OutIfGiven = Annotated[
@@ -36,9 +37,9 @@ def train(
 ) -> None:
     """Train one method on your clients' files; write adapters, scores and a report."""
     config = read_config(settings, file)
-    if len(config.method) > 1:
+    if len(config.training.method) > 1:
         raise UserError("train takes one method; 'pf2lora compare' takes several")
-    execute(config, out or Path(config.out or "runs/train"), force, print_config)
+    execute(config, out or Path(config.output.out or "runs/train"), force, print_config)
 
 
 @configured
@@ -51,20 +52,20 @@ def compare(
 ) -> None:
     """Train several methods on the same clients and seeds, and compare them."""
     config = read_config(settings, file)
-    if "method" not in settings and config.method == Config.method:
-        config = dataclasses.replace(config, method=METHOD_NAMES)
-    execute(config, out or Path(config.out or "runs/compare"), force, print_config)
+    if "method" not in settings and config.training.method == Config().training.method:
+        config = replace(config, training=replace(config.training, method=tuple(METHODS.own)))
+    execute(config, out or Path(config.output.out or "runs/compare"), force, print_config)
 
 
 def execute(config: Config, out: Path, force: bool, print_config: bool) -> None:
     """Run a config and show what came out."""
-    config = dataclasses.replace(config, out=str(out))
+    config = replace(config, output=replace(config.output, out=str(out)))
     if print_config:
         typer.echo(to_toml(config), nl=False)
         return
     from pf2lora.cli.show import console, quiet_libraries, show_clients, show_result
     from pf2lora.run import api
-    from pf2lora.run.experiment import prepare
+    from pf2lora.run.comparison import prepare
     from pf2lora.run.folder import check_free
 
     quiet_libraries()

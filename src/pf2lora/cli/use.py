@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pf2lora.errors import UserError
+
+if TYPE_CHECKING:
+    from pf2lora.run.saved import LoadedRun
+    from pf2lora.tasks.classification.rows import TextRow
 
 Run = Annotated[Path, typer.Argument(help="The run folder.")]
 ClientName = Annotated[str | None, typer.Option("--client", help="Whose model; without, the common one.")]
@@ -37,10 +41,10 @@ def predict(
     if any(not line.strip() for line in lines):
         raise UserError("an empty text cannot be classified")
     loaded = open_run(run, method, device)
-    if loaded.config.task != "classification":
-        raise UserError(f"{run} is a run of {loaded.config.task}; 'pf2lora generate' is for generation")
-    labels = loaded.saved.labels
-    answers = answer(loaded, client, [text_row(line, labels[0], loaded.saved.pairs) for line in lines])
+    if loaded.task.name != "classification":
+        raise UserError(f"{run} is a run of {loaded.task.name}; 'pf2lora generate' is for generation")
+    labels, pairs = loaded.saved.labels, "pairs" in loaded.saved.traits
+    answers = loaded.answers(client, [text_row(line, labels[0], pairs) for line in lines])
     found = []
     for line, logits in zip(lines, answers):
         shares = softmax(list(logits))
@@ -53,9 +57,9 @@ def predict(
         typer.echo(f"{row['label']}\t{row['probability']:.3f}\t{row['text']}")
 
 
-def text_row(line: str, label: str, pairs: bool) -> Any:
+def text_row(line: str, label: str, pairs: bool) -> TextRow:
     """A text to classify; where the run's rows are pairs, two of them with a tab between."""
-    from pf2lora.data.client import TextRow
+    from pf2lora.tasks.classification.rows import TextRow
 
     first, *second = line.split("\t") if pairs else [line]
     if pairs and len(second) != 1:
@@ -72,11 +76,11 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure a client's model on a file."""
-    from pf2lora.run.experiment import TASKS
+    from pf2lora.data.loading import read_rows
 
     loaded = open_run(run, method, device)
-    rows = TASKS[loaded.config.task].read(loaded.config, file, loaded.saved.labels)
-    scores = loaded.task.score(answer(loaded, client, rows), rows)
+    rows = read_rows(loaded.config.task, file, loaded.saved.labels)
+    scores = loaded.task.score(loaded.answers(client, rows), rows)
     if as_json:
         typer.echo(json.dumps(scores | {"rows": len(rows)}))
         return
@@ -120,29 +124,22 @@ def export(
 
     x, y = loaded.client(client)
     if merge:
-        save_merged(out, loaded.model, x[0], y[0], getattr(loaded.task, "tokenizer"))  # noqa: B009
+        save_merged(out, loaded.model, x[0], y[0], loaded.task.tokenizer)
     else:
-        save_peft(out, loaded.model, x[0], y[0], loaded.task.name, loaded.config.model)
+        save_peft(out, loaded.model, x[0], y[0], loaded.task.peft_type, loaded.config.model.name)
     typer.echo(str(out))
 
 
-def open_run(run: Path, method: str | None, device: str) -> Any:
-    from pf2lora.run.folder import read_config
+def open_run(run: Path, method: str | None, device: str) -> LoadedRun:
+    """The run's method, on a device."""
+    from pf2lora.run.config import config_file
 
-    read_config(run)  # a wrong folder is said before torch is loaded
+    config_file(run)  # a wrong folder is said before torch is loaded
     from pf2lora.cli.show import quiet_libraries
-    from pf2lora.run.folder import load_run
+    from pf2lora.run.saved import load_run
 
     quiet_libraries()
     return load_run(run, method, device)
-
-
-def answer(loaded: Any, client: str | None, rows: list[Any]) -> list[Any]:
-    """A client's answers to rows, by the same path as in training."""
-    x, y = loaded.client(client)
-    encoded = loaded.task.encode([rows], training=False).to(loaded.device)
-    found: list[Any] = loaded.task.predict(loaded.model, x, y, encoded, final=True)[0]
-    return found
 
 
 def softmax(logits: list[float]) -> list[float]:
@@ -153,17 +150,17 @@ def softmax(logits: list[float]) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def show_scores(loaded: Any, rows: dict[str, dict[str, float | None]]) -> None:
+def show_scores(loaded: LoadedRun, rows: dict[str, dict[str, float | None]]) -> None:
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    from pf2lora.cli.show import console, score
+    from pf2lora.cli.show import console, short_score
 
     metrics = loaded.task.metrics
     table = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
     for metric in metrics.values():
         table.add_column(f"{metric.label} in %" if metric.percent else metric.label, justify="right")
     for name, scores in rows.items():
-        table.add_row(escape(name), *(score(scores.get(key), m.percent) for key, m in metrics.items()))
+        table.add_row(escape(name), *(short_score(scores.get(key), m) for key, m in metrics.items()))
     console.print(table)

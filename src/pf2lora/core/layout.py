@@ -37,6 +37,17 @@ class Entry:
     def size(self) -> int:
         return prod(self.shape)
 
+    def truncated(self, rank: int | None) -> tuple[int, ...]:
+        """The shape of the entry's first `rank` rows (A, C) or columns (B, D); None is all of them."""
+        if rank is None or self.kind == "head":
+            return self.shape
+        rows, columns = self.shape
+        return (min(rank, rows), columns) if self.kind in ("A", "C") else (rows, min(rank, columns))
+
+    def truncated_size(self, rank: int | None) -> int:
+        """How many numbers its first `rank` rows or columns are."""
+        return prod(self.truncated(rank))
+
 
 @dataclass(frozen=True)
 class Layout:

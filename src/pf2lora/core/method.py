@@ -7,9 +7,9 @@ federation runs the same code with M = 1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -66,6 +66,19 @@ def variable(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """What a run tells a method that is set up: the adapter's `layout`, the run's rank r, how many `clients` there are
+    in all and at which `positions` among them are those at hand (a site of a federation has one), and the base model's
+    `precision`."""
+
+    layout: Layout
+    rank: int
+    clients: int
+    positions: tuple[int, ...]
+    precision: str = "float32"
+
+
+@dataclass(frozen=True)
 class Method(ABC):
     """A federated method. This base averages x as FedAvg does; a method overrides what it does differently.
 
@@ -84,10 +97,51 @@ class Method(ABC):
     two_level: ClassVar[bool] = False  # has client adapters y
     pooled: ClassVar[bool] = False  # one learner on everybody's data
     federated: ClassVar[bool] = True  # exchanges anything at all
+    adapts_before_use: ClassVar[bool] = (
+        False  # `personal` does something: a client steps before it is measured
+    )
+    derived: ClassVar[frozenset[str]] = frozenset(
+        {"layout"}
+    )  # fields that no user sets: they follow from the run
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+
+    # --- set-up ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def parameters(cls) -> dict[str, Any]:
+        """What a user may set in `[methods.NAME]`, with its type: the method's own fields and its adapter's ranks."""
+        hints = get_type_hints(cls)
+        own = {f.name: hints[f.name] for f in fields(cls) if f.name not in cls.derived}
+        return own | {"rank": int} | ({"client_rank": int} if cls.two_level else {})
+
+    @classmethod
+    def adapter_ranks(cls, rank: int, client_rank: int, given: Mapping[str, Any]) -> tuple[int, int]:
+        """The ranks (r, r̃) of this method's adapter, from the run's and from what `[methods.NAME]` gives."""
+        own = given.get("client_rank", client_rank) if cls.two_level else 0
+        return given.get("rank", rank), own
+
+    @classmethod
+    def set_up(cls, run: Surroundings, settings: Mapping[str, Any]) -> Self:
+        """The method in its run; `settings` are values for its own fields."""
+        return cls(run.layout, **settings)
+
+    def batch_size(self, size: int, learners: int) -> int:
+        """Examples in a batch where the run gives each of `learners` clients `size`."""
+        return size
+
+    def notes(self) -> list[str]:
+        """What a user should know before it runs."""
+        return []
+
+    def findings(self, shares: Sequence[float | None]) -> list[str]:
+        """What a user should know after it ran; `shares` has, for every client and round, the second-order term's
+        share of the hypergradient, or None where it was not computed."""
+        return []
+
+    # --- a step ---------------------------------------------------------------------------------------------
 
     def descend(self, gradient: Tensor, moments: Moments, x: Tensor) -> tuple[Tensor, Moments]:
         """x after one step of the optimizer, and what the optimizer keeps."""
@@ -104,6 +158,8 @@ class Method(ABC):
     @abstractmethod
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         """One local iteration of every client."""
+
+    # --- a round's end --------------------------------------------------------------------------------------
 
     def send(self, s: State) -> tuple[State, Tensor]:
         """The end of a round: what stays, and what leaves `(M, shared)`."""
@@ -122,9 +178,22 @@ class Method(ABC):
         """The (x, y) a client is measured with; `batch` is from its training data."""
         return s.x, s.y
 
+    # --- what it costs --------------------------------------------------------------------------------------
+
+    def ranks_of(self, s: State) -> list[int | None]:
+        """The rank of each client's common adapter where it is below the layout's: only that part is trained and
+        sent. None: all of it."""
+        return [None] * s.x.shape[0]
+
     def sent_numbers(self, s: State) -> list[int]:
         """How many numbers each client sends at the end of a round."""
-        return [self.layout.shared] * s.x.shape[0]
+        shared = self.layout.shared_entries if self.federated else ()
+        return [sum(e.truncated_size(rank) for e in shared) for rank in self.ranks_of(s)]
+
+    def trained_numbers(self, s: State) -> list[int]:
+        """How many numbers of the common adapter, without the head, each client trains."""
+        adapter = [e for e in self.layout.entries if e.kind != "head"]
+        return [sum(e.truncated_size(rank) for e in adapter) for rank in self.ranks_of(s)]
 
 
 def moved(state: State, device: torch.device | str) -> State:

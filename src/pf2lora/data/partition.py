@@ -13,9 +13,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pf2lora.core.streams import numpy_generator
 from pf2lora.data.client import Client
 from pf2lora.data.files import natural_order
-from pf2lora.data.split import rng_for
 from pf2lora.errors import UserError
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def by_heterogeneity(
     if not 0 <= h <= 1:
         raise UserError(f"the heterogeneity is {h:g}; it must lie between 0 (i.i.d.) and 1 (sorted by label)")
     _check_enough(len(labels), clients)
-    rng = rng_for(seed, "heterogeneity")
+    rng = numpy_generator(seed, "heterogeneity")
     pool, in_order = [], []
     for group in _indices_by_key(labels, order or natural_order(labels)):
         rng.shuffle(group)
@@ -64,8 +64,8 @@ def by_dirichlet(labels: Sequence[str], clients: int, alpha: float, seed: int) -
     parts: list[list[Indices]] = [[] for _ in range(clients)]
     names = natural_order(labels)
     for name, group in zip(names, _indices_by_key(labels, names)):
-        shares = rng_for(seed, "dirichlet", name).dirichlet([alpha] * clients)
-        rng_for(seed, "rows", name).shuffle(group)
+        shares = numpy_generator(seed, "dirichlet", name).dirichlet([alpha] * clients)
+        numpy_generator(seed, "rows", name).shuffle(group)
         for part, piece in zip(parts, _slices(group, clients, list(shares))):
             part.append(piece)
     return _without_empty([np.concatenate(part) for part in parts])
@@ -125,7 +125,9 @@ def uneven_sizes(clients: int, ratio: float, seed: int) -> list[float]:
         raise UserError(
             f"the size ratio is {ratio:g}; the largest client has at least 1 times the smallest's rows"
         )
-    return [float(size) for size in rng_for(seed, "sizes").permutation(np.geomspace(1, ratio, clients))]
+    return [
+        float(size) for size in numpy_generator(seed, "sizes").permutation(np.geomspace(1, ratio, clients))
+    ]
 
 
 def make_clients(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pf2lora.data.files import Record, columns_of, natural_order, read_records, require_column
@@ -16,10 +16,17 @@ def check_name(name: str, where: str | Path) -> str:
     return name
 
 
-def records_per_client(paths: Sequence[Path], client_column: str | None) -> dict[str, list[Record]]:
-    """Each client's rows: named by the column if there is one, else by the file's name without suffix."""
+def records_per_client(
+    paths: Sequence[Path],
+    client_column: str | None,
+    read: Callable[[Path], list[Record]] = read_records,
+) -> dict[str, list[Record]]:
+    """Each client's records: named by the column if there is one, else by the file's name without suffix.
+
+    `read` gives a file's records; a task may know formats of its own.
+    """
     if client_column is not None:
-        return _by_column(paths, client_column)
+        return _by_column(paths, client_column, read)
     clients: dict[str, list[Record]] = {}
     files: dict[str, Path] = {}
     for path in paths:
@@ -27,14 +34,16 @@ def records_per_client(paths: Sequence[Path], client_column: str | None) -> dict
         if name in files:
             raise UserError(f"{files[name]} and {path} would both be client {name!r}: rename one of them")
         files[name] = path
-        clients[name] = read_records(path)
+        clients[name] = read(path)
     return clients
 
 
-def _by_column(paths: Sequence[Path], column: str) -> dict[str, list[Record]]:
+def _by_column(
+    paths: Sequence[Path], column: str, read: Callable[[Path], list[Record]]
+) -> dict[str, list[Record]]:
     clients: dict[str, list[Record]] = {}
     for path in paths:
-        records = read_records(path)
+        records = read(path)
         require_column(column, columns_of(records), path, "--client-column")
         for record in records:
             clients.setdefault(check_name(record.name(column), record.where), []).append(record)

@@ -11,15 +11,10 @@ from numpy.typing import NDArray
 
 from pf2lora.errors import UserError
 
+MINIMUM_ROWS = 4  # fewer cannot be split into something to learn from and something to be measured on
+
 T = TypeVar("T")
 Mask = NDArray[np.bool_]
-
-
-def rng_for(seed: int, *names: str) -> np.random.Generator:
-    """Random numbers of one purpose: they do not depend on what else is drawn, or for whom."""
-    if seed < 0:
-        raise UserError(f"the seed is {seed}; it must be 0 or more")
-    return np.random.default_rng([seed, *"\0".join(names).encode()])
 
 
 def draw_stratified(keys: Sequence[Hashable], size: int, rng: np.random.Generator) -> Mask:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pf2lora.data.client import Client, TextRow
+from pf2lora.data.client import Client
 from pf2lora.data.files import natural_order
 
 OTHER = "other"
+Row = TypeVar("Row")
 Counts = NDArray[np.int64]
 
 
@@ -56,12 +58,12 @@ class Summary:
         return Summary(self.clients, [*(self.labels[i] for i in kept), f"{OTHER} ({len(rest)})"], train, test)
 
 
-def summarize(clients: Sequence[Client[TextRow]]) -> Summary:
-    """Count every client's labels."""
-    labels = natural_order(row.label for client in clients for row in [*client.train, *client.test])
+def summarize(clients: Sequence[Client[Row]], key: Callable[[Row], str]) -> Summary:
+    """Count every client's labels, topics or categories: `key` of its rows."""
+    labels = natural_order(key(row) for client in clients for row in [*client.train, *client.test])
 
-    def count(rows: list[TextRow]) -> list[int]:
-        counter = Counter(row.label for row in rows)
+    def count(rows: list[Row]) -> list[int]:
+        counter = Counter(map(key, rows))
         return [counter[label] for label in labels]
 
     return Summary(

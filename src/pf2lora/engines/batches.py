@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pf2lora.core.randomness import numpy_generator, stream_seed
+from pf2lora.core.streams import numpy_generator, stream_seed
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class Batch:
     tensors: dict[str, Tensor]
     key: Tensor | None = None
     full: bool = False
+
+    @property
+    def length(self) -> int:
+        """The tokens of a row, padding included; 1 where rows are not made of tokens."""
+        return self.tensors["input_ids"].shape[1] if "input_ids" in self.tensors else 1
 
     @property
     def mask(self) -> Tensor | None:

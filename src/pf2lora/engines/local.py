@@ -50,6 +50,21 @@ class Schedule:
             raise UserError(f"clients_per_pass is {self.clients_per_pass}; it must be at least 1")
 
 
+class Step(NamedTuple):
+    """What one local step was: the method, of how many clients, and how long the rows of its batches were."""
+
+    method: Method
+    clients: int
+    lengths: tuple[int, ...]
+
+
+OnStep = Callable[[Step], None]
+
+
+def ignore(step: Step) -> None:
+    """Nobody watches."""
+
+
 class Round(NamedTuple):
     """What a round did. `before` has x and y after the local steps, `served` the state after the average came back.
 
@@ -85,7 +100,7 @@ def local_steps(
     clients: Sequence[int],
     first_step: Sequence[int],
     steps: int,
-    on_step: Callable[[int], None] = lambda clients: None,
+    on_step: OnStep = ignore,
     stepper: Stepper | None = None,
 ) -> tuple[State, StepStats]:
     """`steps` local steps of `clients`, whose states are `state`; `first_step` says how many each has done before.
@@ -101,7 +116,7 @@ def local_steps(
         ]
         state, report = step(method, state, batches)
         reports.append(report)
-        on_step(len(clients))
+        on_step(Step(method, len(clients), tuple(batch.length for batch in batches)))
     losses = torch.stack([r.loss for r in reports])
     # A step's loss is taken before it moves: a last step to where no numbers are shows in the state alone.
     lost = ~(torch.isfinite(state.x).all(1) & torch.isfinite(state.y).all(1))
@@ -151,7 +166,7 @@ def train(
     schedule: Schedule,
     *,
     device: torch.device | str = "cpu",
-    on_step: Callable[[int], None] = lambda clients: None,
+    on_step: OnStep = ignore,
     graphs: bool = True,
 ) -> Iterator[Round]:
     """The rounds of a run, one by one. This loop exists once.

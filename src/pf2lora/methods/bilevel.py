@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from pf2lora.core.hypergradient import HYPERGRADIENTS, Hyper, Shift
-from pf2lora.core.method import Method, State
+from pf2lora.core.method import Method, State, Surroundings
 from pf2lora.core.optim import Moments
 from pf2lora.errors import unknown
 
@@ -28,14 +30,15 @@ class Watched(NamedTuple):
 
 @dataclass(frozen=True)
 class Bilevel(Method):
-    """`client_lr` is α. `hypergradient` is a way to the second-order term (exact, difference, none), or "auto":
-    `difference` until a client's share is known, then `none` while it is under what the base model's `precision`
-    resolves, and measured again now and then. What a client does depends on nobody else.
+    """`hypergradient_mode` is the way to the second-order term (exact, difference, none), or "auto": `difference` until
+    a client's share is known, then `none` while it is under what the base model's `precision` resolves, and measured
+    again now and then. What a client does depends on nobody else.
     """
 
-    client_lr: float = 0.03
     hypergradient_mode: str = "difference"
     precision: str = "float32"
+
+    derived: ClassVar[frozenset[str]] = frozenset({"layout", "precision"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +46,11 @@ class Bilevel(Method):
             raise unknown("hypergradient mode", self.hypergradient_mode, [*HYPERGRADIENTS, AUTO])
         if self.precision not in ROUNDOFF:
             raise unknown("precision", self.precision, ROUNDOFF)
+
+    @property
+    @abstractmethod
+    def alpha(self) -> float:
+        """α, the lower level's rate."""
 
     @property
     def effective_mode(self) -> str:
@@ -78,3 +86,23 @@ class Bilevel(Method):
         if hyper.share is None:
             return x, Watched(moments, s.opt.share, s.opt.age + 1)
         return x, Watched(moments, hyper.share.unsqueeze(1), torch.zeros_like(s.opt.age))
+
+    @classmethod
+    def set_up(cls, run: Surroundings, settings: Mapping[str, Any]) -> Self:
+        return cls(run.layout, **settings, precision=run.precision)
+
+    def notes(self) -> list[str]:
+        if self.hypergradient_mode != "exact":
+            return []
+        return ["exact second order, so its attention runs on the kernel that has a double backward"]
+
+    def findings(self, shares: Sequence[float | None]) -> list[str]:
+        """One line on where `auto` left the second-order term out."""
+        known = [share for share in shares if share is not None]
+        if self.hypergradient_mode != AUTO or not known:
+            return []
+        return [
+            f"second order (auto): left out in {len(shares) - len(known)} of {len(shares)} client-rounds; where it was "
+            f"measured it was {max(known):.1e} of the hypergradient at most, and {self.precision} resolves "
+            f"{ROUNDOFF[self.precision]:.1e}"
+        ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from pf2lora.core.method import Loss, Method, State, StepStats, gradients, variable
+from pf2lora.core.method import Loss, Method, State, StepStats, Surroundings, gradients, variable
 from pf2lora.core.optim import Moments, no_moments
 from pf2lora.core.ranks import product_norm
 from pf2lora.errors import UserError
@@ -41,6 +42,27 @@ class HetLoRA(Method):
 
     name: ClassVar[str] = "hetlora"
     label: ClassVar[str] = "HETLoRA"
+    derived: ClassVar[frozenset[str]] = frozenset({"layout", "ranks"})
+
+    @classmethod
+    def parameters(cls) -> dict[str, Any]:
+        return super().parameters() | {"r_max": int}
+
+    @classmethod
+    def adapter_ranks(cls, rank: int, client_rank: int, given: Mapping[str, Any]) -> tuple[int, int]:
+        """The adapter has rank r_max; without one it is half as much again as the run's rank."""
+        rank = given.get("rank", rank)
+        return given.get("r_max", rank + rank // 2), 0
+
+    @classmethod
+    def set_up(cls, run: Surroundings, settings: Mapping[str, Any]) -> Self:
+        """First ranks go by a client's place among all, from r_min (the run's rank) to r_max (the adapter's)."""
+        r_max = max(entry.shape[0] for entry in run.layout.entries if entry.kind == "A")
+        r_min = settings.get("r_min", min(run.rank, r_max))
+        ranks = initial_ranks(run.clients, r_min, r_max)
+        return cls(
+            run.layout, **dict(settings) | {"r_min": r_min, "ranks": tuple(ranks[k] for k in run.positions)}
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,9 +126,8 @@ class HetLoRA(Method):
         x = s.x * self.kept(s.opt.rank, s.x)
         return State(x, s.y, s.opt._replace(tail=self.tail(x, s.opt.rank)))
 
-    def sent_numbers(self, s: State) -> list[int]:
-        kept: list[int] = self.kept(s.opt.rank, s.x)[:, : self.layout.shared].count_nonzero(1).tolist()
-        return kept
+    def ranks_of(self, s: State) -> list[int | None]:
+        return [int(rank) for rank in s.opt.rank]
 
     def kept_columns(self, rank: Tensor) -> Tensor:
         """t = ⌊γ r_k⌋, the columns that are not penalised."""

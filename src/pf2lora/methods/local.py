@@ -24,6 +24,3 @@ class Local(HomLoRA):
 
     def receive(self, s: State, common: Tensor) -> State:
         return s
-
-    def sent_numbers(self, s: State) -> list[int]:
-        return [0] * s.x.shape[0]

@@ -15,15 +15,20 @@ from pf2lora.methods.bilevel import ROUNDOFF, Bilevel
 
 @dataclass(frozen=True)
 class PerFedAvg(Bilevel):
-    """α = `client_lr` is the one-step rate, η = `lr` that of AdamW; α = 0 gives HOMLoRA on the outer batch.
+    """α = `adaptation_lr` is the rate of the one step that a client takes before it uses x, η = `lr` that of AdamW;
+    α = 0 gives HOMLoRA on the outer batch. α moves all of x, so it is smaller than a client adapter's rate (paper: 1e-3
+    … 1e-2).
 
     With H(x, u) = F(x + u), Per-FedAvg is the bilevel step from u = 0: u⁺ = −α∇F(x), and its hypergradient
     is (I − α∇²F(x)) ∇F(x − α∇F(x)). So it has the same ways to the second-order term as PF2LoRA.
     """
 
+    adaptation_lr: float = 0.01
+
     name: ClassVar[str] = "per-fedavg"
     label: ClassVar[str] = "Per-FedAvg-LoRA"
     draws: ClassVar[int] = 2
+    adapts_before_use: ClassVar[bool] = True
 
     def shift(self, lower: Tensor) -> Shift:
         """∇²F·v is a large part of the hypergradient, too large for one side's error in 16 bits. Of both sides,
@@ -34,6 +39,10 @@ class PerFedAvg(Bilevel):
             return super().shift(lower)
         return Shift(ROUNDOFF[self.precision] * lower.norm(dim=1, keepdim=True), 0.5, both_sides=True)
 
+    @property
+    def alpha(self) -> float:
+        return self.adaptation_lr
+
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         inner, outer = batches
 
@@ -42,11 +51,11 @@ class PerFedAvg(Bilevel):
 
         u = torch.zeros_like(s.x)
         shift = self.shift(s.x)  # u is added to x: x is what it is small or large beside
-        hyper = bilevel(H, s.x, u, self.client_lr, self.effective_mode, inner, outer, outer, inner, shift)
+        hyper = bilevel(H, s.x, u, self.alpha, self.effective_mode, inner, outer, outer, inner, shift)
         x, opt = self.follow(hyper, s)
         return State(x, s.y, opt), StepStats(hyper.loss, hyper.share)
 
     def personal(self, F: Loss, s: State, batch: Any) -> tuple[Tensor, Tensor]:
         """x after one SGD step on a batch of the client's own training data."""
         x_ = variable(s.x)
-        return s.x - self.client_lr * gradients(F(x_, s.y, batch), x_)[0], s.y
+        return s.x - self.alpha * gradients(F(x_, s.y, batch), x_)[0], s.y

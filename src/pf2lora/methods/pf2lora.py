@@ -19,6 +19,7 @@ class PF2LoRA(Bilevel):
     Algorithm 1 is written). `zeta_size` takes only so many of ζ's examples: a cheaper second-order term.
     """
 
+    client_lr: float = 0.03
     batches: int = 2
     zeta_size: int | None = None
 
@@ -34,6 +35,10 @@ class PF2LoRA(Bilevel):
             raise UserError(f"zeta_size is {self.zeta_size}; it must be at least 1")
 
     @property
+    def alpha(self) -> float:
+        return self.client_lr
+
+    @property
     def draws(self) -> int:  # type: ignore[override]
         return self.batches
 
@@ -45,7 +50,7 @@ class PF2LoRA(Bilevel):
         if self.zeta_size is not None:
             zeta = zeta.spread(self.zeta_size)
         hyper = bilevel(
-            F, s.x, s.y, self.client_lr, self.effective_mode, pi, xi, xi_tilde, zeta, self.shift(s.y)
+            F, s.x, s.y, self.alpha, self.effective_mode, pi, xi, xi_tilde, zeta, self.shift(s.y)
         )  # lines 5, 6
         x, opt = self.follow(hyper, s)  # line 6
         return State(x, hyper.y, opt), StepStats(hyper.loss, hyper.share)

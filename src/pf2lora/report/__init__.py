@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pf2lora import __version__
+from pf2lora.atomic import write_text
 from pf2lora.errors import UserError
 from pf2lora.report import findings, payload, views
+from pf2lora.run.result import Result
 
 HERE = Path(__file__).parent
 # One script in this order: each file uses names of those before it.
@@ -28,26 +28,23 @@ SCRIPTS = (
 GENERATOR = "pf2lora report"
 
 
-def build(runs: list[dict[str, Any]], out: Path, names: list[str] | None = None) -> Path:
-    """Write the report of one result, or the comparison of several, to `out`.
+def build(runs: Result | Sequence[Result], out: str | Path, names: list[str] | None = None) -> Path:
+    """Write the report of one result, or the comparison of several, to `out`, and return its path.
 
-    `runs` are results as `pf2lora.run.result.load` returns them; `names` tell several apart (default: their titles).
+    `runs` are results as `federate` and `load_result` return them; `names` tell several apart (default: their titles).
     The file appears whole or not at all.
     """
-    html = render(runs, names)
+    out = Path(out)
+    html = render([runs] if isinstance(runs, Result) else list(runs), names)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(html)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, out)
+        write_text(out, html)
     except OSError as error:
         raise UserError(f"{out}: the report cannot be written: {error.strerror}") from None
     return out
 
 
-def render(runs: list[dict[str, Any]], names: list[str] | None = None) -> str:
+def render(runs: list[Result], names: list[str] | None = None) -> str:
     """The page as text."""
     import jinja2
     from markupsafe import Markup
@@ -60,7 +57,7 @@ def render(runs: list[dict[str, Any]], names: list[str] | None = None) -> str:
         lstrip_blocks=True,
     )
     metric = shared_metric(runs)
-    names = _distinct(names or [r["title"] for r in runs])
+    names = _distinct(names or [r.title for r in runs])
     series = views.all_series(runs, names)
     script = "(() => {\n'use strict';\n" + "\n".join(_text(name) for name in SCRIPTS) + "})();"
     theme = _text("theme.js")
@@ -78,7 +75,7 @@ def render(runs: list[dict[str, Any]], names: list[str] | None = None) -> str:
         names=names,
         has=views.parts_present(runs),
         seed_counts=views.seed_counts(series),
-        metric=runs[0]["metrics"][metric],
+        metric=runs[0].metrics[metric],
         headline=views.headline(series, metric),
         costs=views.costs(series),
         warnings=views.warnings(series),
@@ -86,25 +83,25 @@ def render(runs: list[dict[str, Any]], names: list[str] | None = None) -> str:
         same_clients=views.same_clients(runs),
         findings=findings.findings(runs[0]) if len(runs) == 1 else [],
         client_data=views.client_data(runs[0]),
-        config=views.flat(runs[0]["config"]),
+        config=views.flat(runs[0].config),
         machine=views.machine(runs[0]),
         differences=views.config_differences(runs),
     )
 
 
-def shared_metric(runs: list[dict[str, Any]]) -> str:
+def shared_metric(runs: list[Result]) -> str:
     """The metric that all runs can be compared by: the first run's headline, or its next one that all have."""
     first = runs[0]
     for other in runs[1:]:
-        if other["task"] != first["task"]:
+        if other.task != first.task:
             raise UserError(
-                f"runs of different tasks have no common table: {first['title']!r} is {first['task']}, "
-                f"{other['title']!r} is {other['task']}"
+                f"runs of different tasks have no common table: {first.title!r} is {first.task}, "
+                f"{other.title!r} is {other.task}"
             )
-    for name in [first["metric"], *first["metrics"]]:
-        if all(name in run["metrics"] for run in runs):
-            return str(name)
-    raise UserError(f"the runs measure no common metric ({', '.join(run['metric'] for run in runs)})")
+    for name in [first.metric, *first.metrics]:
+        if all(name in run.metrics for run in runs):
+            return name
+    raise UserError(f"the runs measure no common metric ({', '.join(run.metric for run in runs)})")
 
 
 def _distinct(names: list[str]) -> list[str]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pf2lora.report import numbers
-from pf2lora.run import result as results
-from pf2lora.run.result import Estimate
+from pf2lora.run import numbers
+from pf2lora.run.estimates import Estimate, estimate, within_spread
+from pf2lora.run.result import Point, Result
 
 LOCAL, SINGLE = "local", "homlora"  # the two comparisons everyone asks for
 SMALL_SHARE = 0.01  # below this, a client's own adapter hardly changes what the common one does
 
 
-def findings(result: dict[str, Any]) -> list[str]:
+def findings(result: Result) -> list[str]:
     """The sentences, the most important first."""
     view = _View(result)
     steps = (_best, _local, _own_adapter, _averaging, _worst_client, _client_share, _warnings)
@@ -22,24 +20,24 @@ def findings(result: dict[str, Any]) -> list[str]:
 class _View:
     """A result's headline scores, with the words for them."""
 
-    def __init__(self, result: dict[str, Any]) -> None:
+    def __init__(self, result: Result) -> None:
         self.result = result
-        self.metric = result["metric"]
-        self.info = result["metrics"][self.metric]
-        self.sign = 1 if self.info["higher_is_better"] else -1
+        self.metric = result.metric
+        self.info = result.metrics[self.metric]
+        self.sign = 1 if self.info.higher_is_better else -1
         self.served = self.estimates("served", "mean")
         self.before = self.estimates("before_averaging", "mean")
         self.order = sorted(self.served, key=lambda m: -self.sign * self.served[m].mean)
 
-    def estimates(self, point: results.Point, what: str) -> dict[str, Estimate]:
-        found = {m: results.score(self.result, m, point, self.metric, what) for m in self.result["methods"]}
+    def estimates(self, point: Point, what: str) -> dict[str, Estimate]:
+        found = {m: self.result.estimate(m, point, self.metric, what) for m in self.result.methods}
         return {m: e for m, e in found.items() if e is not None}
 
     def label(self, method: str) -> str:
-        return str(self.result["methods"][method]["label"])
+        return self.result.methods[method].label
 
     def client(self, index: int) -> str:
-        return str(self.result["clients"][index]["name"])
+        return self.result.clients[index].name
 
     def number(self, e: Estimate) -> str:
         deviation = "" if e.deviation is None else f" ± {numbers.score(e.deviation, self.info)}"
@@ -54,11 +52,9 @@ class _View:
 
     def gains(self, method: str, baseline: str) -> dict[int, tuple[float, bool | None]]:
         """Per client: how much better `method` is than `baseline`, and whether that is within the spread."""
-        pairs = zip(
-            *(results.client_scores(self.result, m, "served", self.metric) for m in (method, baseline))
-        )
+        pairs = zip(*(self.result.client_estimates(m, "served", self.metric) for m in (method, baseline)))
         return {
-            k: (self.sign * (a.mean - b.mean), results.within_spread(a, b))
+            k: (self.sign * (a.mean - b.mean), within_spread(a, b))
             for k, (a, b) in enumerate(pairs)
             if a is not None and b is not None
         }
@@ -70,14 +66,14 @@ def _best(view: _View) -> str:
         return ""
     first, rest = view.order[0], view.order[1:]
     seeds = view.served[first].count
-    over = f"mean over {_plural(len(view.result['clients']), 'client')} and {_plural(seeds, 'seed')}"
-    name, figure = view.label(first), f"{view.number(view.served[first])} {view.info['label']} ({over})"
+    over = f"mean over {_plural(len(view.result.clients), 'client')} and {_plural(seeds, 'seed')}"
+    name, figure = view.label(first), f"{view.number(view.served[first])} {view.info.label} ({over})"
     if not rest:
         return f"{name} reaches {figure} as served."
     text = f"As served, {name} scores best: {figure}."
     if seeds == 1:
         return f"{text} This is one seed: whether a difference is more than chance needs several (--seeds 3)."
-    close = [m for m in rest if results.within_spread(view.served[m], view.served[first])]
+    close = [m for m in rest if within_spread(view.served[m], view.served[first])]
     if close:
         are = "is" if len(close) == 1 else "are"
         names = numbers.listed([view.label(m) for m in close])
@@ -92,7 +88,7 @@ def _local(view: _View) -> str:
         return ""
     best = methods[0]
     gain = view.sign * (view.served[best].mean - view.served[LOCAL].mean)
-    within = results.within_spread(view.served[best], view.served[LOCAL])
+    within = within_spread(view.served[best], view.served[LOCAL])
     verdict = "Federating beats training alone" if gain > 0 else "Federating does not beat training alone"
     if within:
         verdict = "Federating and training alone cannot be told apart"
@@ -124,7 +120,7 @@ def _own_adapter(view: _View) -> str:
     own, common = "pf2lora", SINGLE
     if own not in view.served or common not in view.served:
         return ""
-    within = results.within_spread(view.served[own], view.served[common])
+    within = within_spread(view.served[own], view.served[common])
     change = view.change(view.served[own].mean - view.served[common].mean)
     return (
         f"The client’s own adapter: {view.label(own)} is {change} against {view.label(common)}, which has "
@@ -158,7 +154,7 @@ def _worst_client(view: _View) -> str:
     if not view.order or not worst:
         return ""
     best = view.order[0]
-    scores = results.client_scores(view.result, best, "served", view.metric)
+    scores = view.result.client_estimates(best, "served", view.metric)
     known = {k: e for k, e in enumerate(scores) if e is not None}
     if len(known) < 2:
         return ""
@@ -167,7 +163,7 @@ def _worst_client(view: _View) -> str:
     text = f"Worst off under {view.label(best)} is {view.client(low)} with {view.number(known[low])}."
     if kindest == best or best not in worst:
         return text
-    within = results.within_spread(worst[kindest], worst[best])
+    within = within_spread(worst[kindest], worst[best])
     return (
         f"{text} {view.label(kindest)} has the best worst client ({view.number(worst[kindest])} against "
         f"{view.number(worst[best])}{_within(within)})."
@@ -176,7 +172,7 @@ def _worst_client(view: _View) -> str:
 
 def _client_share(view: _View) -> str:
     """How large the clients' own adapters have become."""
-    shares = {m: e for m in view.result["methods"] if (e := last_share(view.result, m))}
+    shares = {m: e for m in view.result.methods if (e := last_share(view.result, m))}
     if not shares:
         return ""
     parts = [f"{e.mean:.1%} ({view.label(m)})" for m, e in shares.items()]
@@ -187,19 +183,19 @@ def _client_share(view: _View) -> str:
     return text + "."
 
 
-def last_share(result: dict[str, Any], method: str) -> Estimate | None:
+def last_share(result: Result, method: str) -> Estimate | None:
     """‖s̃·DC‖ / ‖s·BA‖ in the last round that has it: mean over clients, then over seeds."""
     lasts = []
-    for run in result["methods"][method]["runs"]:
-        rows = [entry["client_share"] for entry in run["rounds"] if entry["client_share"] is not None]
-        e = results.estimate(rows[-1]) if rows else None
+    for run in result.methods[method].runs:
+        rows = [entry.client_share for entry in run.rounds if entry.client_share is not None]
+        e = estimate(rows[-1]) if rows else None
         lasts.append(e.mean if e else None)
-    return results.estimate(lasts)
+    return estimate(lasts)
 
 
 def _warnings(view: _View) -> str:
-    methods = view.result["methods"]
-    counts = {m: sum(len(run["warnings"]) for run in methods[m]["runs"]) for m in methods}
+    methods = view.result.methods
+    counts = {m: sum(len(run.warnings) for run in methods[m].runs) for m in methods}
     total = sum(counts.values())
     if not total:
         return ""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 from pf2lora.report.views import Series, same_clients
-from pf2lora.run import result as results
+from pf2lora.run.result import POINTS, SeedRun
 
 RANK_ROUNDS = 40  # rank pictures kept per seed: enough for a slider, and the file stays small
 
@@ -17,13 +18,13 @@ def payload(series: list[Series], metric: str) -> dict[str, Any]:
     first = series[0].result
     runs = list({id(s.result): s.result for s in series}.values())
     common = {
-        name: info for name, info in first["metrics"].items() if all(name in r["metrics"] for r in runs)
+        name: asdict(info) for name, info in first.metrics.items() if all(name in r.metrics for r in runs)
     }
     return _rounded(
         {
             "metric": metric,
             "metrics": common,
-            "clients": [c["name"] for c in first["clients"]] if same_clients(runs) else [],
+            "clients": [c.name for c in first.clients] if same_clients(runs) else [],
             "series": [
                 {
                     "method": s.method,
@@ -34,26 +35,27 @@ def payload(series: list[Series], metric: str) -> dict[str, Any]:
                 }
                 for s in series
             ],
-            "examples": first["examples"] if len(runs) == 1 else [],
+            "examples": [asdict(e) for e in first.examples] if len(runs) == 1 else [],
         }
     )
 
 
-def _run_payload(run: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
+def _run_payload(run: SeedRun, metrics: list[str]) -> dict[str, Any]:
     """One seed: its final scores per client, and its rounds."""
-    with_ranks = [r["round"] for r in run["rounds"] if r["ranks"] is not None]
+    with_ranks = [r.round for r in run.rounds if r.ranks is not None]
     kept = _thinned(with_ranks, RANK_ROUNDS)
-    shown = ("round", "train_loss", *results.POINTS, "client_share", "second_order_share")
+    shown = ("round", "train_loss", *POINTS, "client_share", "second_order_share")
     return {
-        "seed": run["seed"],
-        "layers": run["layers"],
+        "seed": run.seed,
+        "layers": run.layers,
         "final": {
-            point: {m: (run[point].get(m) or {}).get("per_client") for m in metrics} if run[point] else None
-            for point in results.POINTS
+            point: {m: scores[m].per_client if m in scores else None for m in metrics} if scores else None
+            for point in POINTS
+            for scores in [run.at(point)]
         },
         "rounds": [
-            {key: r[key] for key in shown} | ({"ranks": r["ranks"]} if r["round"] in kept else {})
-            for r in run["rounds"]
+            {key: getattr(r, key) for key in shown} | ({"ranks": r.ranks} if r.round in kept else {})
+            for r in run.rounds
         ],
     }
 

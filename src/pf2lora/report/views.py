@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pf2lora.report import numbers
-from pf2lora.run import result as results
-from pf2lora.run.result import Estimate
+from pf2lora.run import numbers
+from pf2lora.run.estimates import Estimate, estimate, within_spread
+from pf2lora.run.result import Point, Result, SeedRun
+from pf2lora.tasks.settings import Metric
 
 COLORS = 8  # --c0 … --c7 in report.css
 LABELS = 7  # labels drawn on their own; the rest of a long list is summed as "other"
@@ -17,7 +18,7 @@ LABELS = 7  # labels drawn on their own; the rest of a long list is summed as "o
 class Series:
     """One method of one run: a row of the tables, a line of the charts."""
 
-    result: dict[str, Any]
+    result: Result
     method: str
     run: str  # the run's name; empty where the page shows one run only
     color: int
@@ -25,31 +26,30 @@ class Series:
 
     @property
     def name(self) -> str:
-        return str(self.result["methods"][self.method]["label"])
+        return self.result.methods[self.method].label
 
     @property
     def label(self) -> str:
         return f"{self.name} · {self.run}" if self.run else self.name
 
     @property
-    def seeds(self) -> list[dict[str, Any]]:
-        runs: list[dict[str, Any]] = self.result["methods"][self.method]["runs"]
-        return runs
+    def seeds(self) -> list[SeedRun]:
+        return self.result.methods[self.method].runs
 
     def cost(self, *path: str) -> Estimate | None:
         """A cost over the seeds, such as `seconds` or `bytes_per_round`, `adapter`."""
-        return results.estimate(_follow(run, path) for run in self.seeds)
+        return estimate(_follow(run, path) for run in self.seeds)
 
 
 def _follow(value: Any, path: tuple[str, ...]) -> Any:
     for name in path:
-        value = value[name]
+        value = getattr(value, name)
     return value
 
 
-def all_series(runs: list[dict[str, Any]], names: list[str]) -> list[Series]:
+def all_series(runs: list[Result], names: list[str]) -> list[Series]:
     """Every method of every run. A method keeps its colour from run to run; the dashes tell runs apart."""
-    methods = list(dict.fromkeys(method for result in runs for method in result["methods"]))
+    methods = list(dict.fromkeys(method for result in runs for method in result.methods))
     return [
         Series(
             result,
@@ -59,7 +59,7 @@ def all_series(runs: list[dict[str, Any]], names: list[str]) -> list[Series]:
             i + methods.index(method) // COLORS,
         )
         for i, (result, name) in enumerate(zip(runs, names))
-        for method in result["methods"]
+        for method in result.methods
     ]
 
 
@@ -76,17 +76,17 @@ class Cell:
 EMPTY = Cell("–", "", "", "")
 
 
-def ranked(estimates: list[Estimate | None], metric: dict[str, Any]) -> list[Cell]:
+def ranked(estimates: list[Estimate | None], metric: Metric) -> list[Cell]:
     """A column of scores, the best marked, and with it those the seeds cannot tell from it."""
     known = [e for e in estimates if e is not None]
     if not known:
         return [EMPTY] * len(estimates)
-    pick = max if metric["higher_is_better"] else min
+    pick = max if metric.higher_is_better else min
     best = pick(known, key=lambda e: e.mean)
     return [EMPTY if e is None else _cell(e, best, metric, len(known)) for e in estimates]
 
 
-def _cell(e: Estimate, best: Estimate, metric: dict[str, Any], rivals: int) -> Cell:
+def _cell(e: Estimate, best: Estimate, metric: Metric, rivals: int) -> Cell:
     value = numbers.score(e.mean, metric)
     deviation = "" if e.deviation is None else numbers.score(e.deviation, metric)
     gap = numbers.score(e.mean - best.mean, metric, signed=True)
@@ -94,7 +94,7 @@ def _cell(e: Estimate, best: Estimate, metric: dict[str, Any], rivals: int) -> C
         return Cell(value, deviation, "", "")
     if e.mean == best.mean:
         return Cell(value, deviation, "best", "")
-    if results.within_spread(e, best):
+    if within_spread(e, best):
         return Cell(value, deviation, "within the spread", gap)
     return Cell(value, deviation, "", gap)
 
@@ -107,10 +107,10 @@ def headline(series: list[Series], metric: str) -> list[dict[str, Any]]:
 
 def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
     """Rows whose scores can be ranked against each other."""
-    info = series[0].result["metrics"][metric]
+    info = series[0].result.metrics[metric]
 
-    def estimates(point: results.Point, what: str) -> list[Estimate | None]:
-        return [results.score(s.result, s.method, point, metric, what) for s in series]
+    def estimates(point: Point, what: str) -> list[Estimate | None]:
+        return [s.result.estimate(s.method, point, metric, what) for s in series]
 
     columns = zip(
         series,
@@ -169,35 +169,35 @@ def costs(series: list[Series]) -> list[dict[str, Any]]:
     return rows
 
 
-def client_data(result: dict[str, Any]) -> dict[str, Any]:
+def client_data(result: Result) -> dict[str, Any]:
     """Each client's rows by label, the most frequent labels first, the rest summed as "other"."""
     totals: dict[str, int] = {}
-    for client in result["clients"]:
-        for label, rows in client["labels"].items():
-            totals[label] = totals.get(label, 0) + rows
+    for client in result.clients:
+        for label, size in client.labels.items():
+            totals[label] = totals.get(label, 0) + size
     by_size = sorted(totals, key=lambda label: -totals[label])
     # A long list is cut; a list that just fits is not cut for the sake of one label.
     named = by_size if len(by_size) <= LABELS + 1 else by_size[:LABELS]
     shown = [label for label in totals if label in named]
-    largest = max(client["train"] for client in result["clients"]) or 1
+    largest = max(client.train for client in result.clients) or 1
     rows = []
-    for client in result["clients"]:
-        parts = [(label, client["labels"].get(label, 0)) for label in shown]
+    for client in result.clients:
+        parts = [(label, client.labels.get(label, 0)) for label in shown]
         if len(named) < len(by_size):
-            parts.append(("other", sum(client["labels"].values()) - sum(rows for _, rows in parts)))
+            parts.append(("other", sum(client.labels.values()) - sum(size for _, size in parts)))
         total = sum(size for _, size in parts)
         described = [f"{label}: {size} ({size / total:.0%})" for label, size in parts if size]
-        sizes = f"{client['train']} rows to train on, {client['test']} to test on"
+        sizes = f"{client.train} rows to train on, {client.test} to test on"
         rows.append(
             {
                 "client": client,
-                "size": round(client["train"] / largest, 4),
+                "size": round(client.train / largest, 4),
                 "parts": [
                     {"color": i % COLORS, "rows": size, "share": round(size / total, 4) if total else 0}
                     for i, (_, size) in enumerate(parts)
                 ],
-                "text": f"{client['name']}: " + ", ".join([sizes, *described]),
-                "tip": "\n".join([client["name"], sizes, *described]),
+                "text": f"{client.name}: " + ", ".join([sizes, *described]),
+                "tip": "\n".join([client.name, sizes, *described]),
             }
         )
     other = [f"other ({len(by_size) - len(named)})"] if len(named) < len(by_size) else []
@@ -209,8 +209,8 @@ def warnings(series: list[Series]) -> list[dict[str, Any]]:
     found: dict[str, list[str]] = {}
     for s in series:
         for run in s.seeds:
-            for text in run["warnings"]:
-                found.setdefault(text, []).append(f"{s.label}, seed {run['seed']}")
+            for text in run.warnings:
+                found.setdefault(text, []).append(f"{s.label}, seed {run.seed}")
     return [{"text": text, "sources": sources} for text, sources in found.items()]
 
 
@@ -233,20 +233,18 @@ def _toml(value: Any) -> str:
     return "–" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def machine(result: dict[str, Any]) -> dict[str, str]:
+def machine(result: Result) -> dict[str, str]:
     """What it ran on, sizes as people read them."""
     return {
         key.removesuffix("_bytes"): numbers.size(value) if key.endswith("_bytes") else str(value)
-        for key, value in result["machine"].items()
+        for key, value in result.machine.items()
     }
 
 
-def config_differences(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+def config_differences(runs: list[Result]) -> list[tuple[str, list[str]]]:
     """The settings in which the runs differ."""
     configs = [
-        {"base model": _toml(r["base_model"])}
-        | flat(r["config"])
-        | {"machine": str(r["machine"].get("name"))}
+        {"base model": _toml(r.base_model)} | flat(r.config) | {"machine": str(r.machine.get("name"))}
         for r in runs
     ]
     keys = dict.fromkeys(key for config in configs for key in config)
@@ -254,20 +252,20 @@ def config_differences(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def same_clients(runs: list[dict[str, Any]]) -> bool:
+def same_clients(runs: list[Result]) -> bool:
     """Whether the runs have the same clients, so that their scores are measured on the same rows."""
-    return all(r["clients"] == runs[0]["clients"] for r in runs)
+    return all(r.clients == runs[0].clients for r in runs)
 
 
-def parts_present(runs: list[dict[str, Any]]) -> dict[str, bool]:
+def parts_present(runs: list[Result]) -> dict[str, bool]:
     """Which sections have something to show."""
-    seeds = [seed for result in runs for method in result["methods"].values() for seed in method["runs"]]
-    rounds = [entry for seed in seeds for entry in seed["rounds"]]
+    seeds = [seed for result in runs for method in result.methods.values() for seed in method.runs]
+    rounds = [entry for seed in seeds for entry in seed.rounds]
     return {
         "clients": same_clients(runs),
-        "ranks": any(entry["ranks"] for entry in rounds),
-        "shares": any(entry["client_share"] or entry["second_order_share"] for entry in rounds),
-        "examples": len(runs) == 1 and bool(runs[0]["examples"]),
+        "ranks": any(entry.ranks for entry in rounds),
+        "shares": any(entry.client_share or entry.second_order_share for entry in rounds),
+        "examples": len(runs) == 1 and bool(runs[0].examples),
     }
 
 

@@ -92,7 +92,7 @@ def validation_losses(method: str, seed: int, settings: Settings) -> dict[str, f
         *_, last = learner.rounds(seed, problem, settings)
     except NonFiniteLoss:
         return None
-    losses = {
+    losses: dict[str, float] = {
         point: regression_loss(inputs, targets, learner.weights(state.x, state.y)).mean().item()
         for point, state in zip(POINTS, (last.served, last.before))
     }

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from pf2lora.atomic import write_json
 from pf2lora.core.method import Method
 from pf2lora.data.client import Client
+from pf2lora.data.loading import read_rows, split_client
 from pf2lora.data.per_client import check_name
-from pf2lora.data.split import rng_for, split_rows
-from pf2lora.engines.batches import Encoded, EncodedSource
-from pf2lora.engines.local import Schedule, train
+from pf2lora.data.split import MINIMUM_ROWS
+from pf2lora.engines.batches import Encoded
+from pf2lora.engines.local import Schedule, Step, train
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.methods.local import Local
 from pf2lora.methods.newcomer import Newcomer
-from pf2lora.run import folder as run_folder
-from pf2lora.run import trial
-from pf2lora.run.experiment import TASKS
-from pf2lora.run.folder import LoadedRun
+from pf2lora.run import folder
+from pf2lora.run.evaluation import finite
 from pf2lora.run.progress import track
-from pf2lora.tasks.classification.rows import MINIMUM_ROWS
+from pf2lora.run.saved import LoadedRun, read_description
+from pf2lora.run.set_up import batch_source, method_settings
 
 Scores = dict[str, float | None]
 
@@ -35,33 +35,29 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
 
     Returns the scores of the common adapter alone, of the newcomer's own adapter on it, and of training alone.
     """
-    saved = run_folder.read_description(
-        run.where
-    )  # as it is now: others may have joined since the run was opened
+    saved = read_description(run.where)  # as it is now: others may have joined since the run was opened
     run = replace(run, saved=saved)
     check_newcomer(run, name)
-    config = replace(run.config, rounds=run.config.rounds if rounds is None else rounds)
-    run = replace(run, config=config)
     client = read_client(run, name, file)
-    train_rows = run.task.encode([client.train], training=True).to(run.device)
-    test_rows = run.task.encode([client.test], training=False).to(run.device)
-    source = trial.source_of(config, train_rows, [name], run.saved.seed, Newcomer.draws)
-
     x, _ = run.common()
-    first_x, y = (t.to(run.device) for t in run.model.initial(run.saved.seed, [name]))
-    rates = rates_of(run)
-    newcomer = Newcomer(run.model.x, rates["lr"], rates["weight_decay"], client_lr=rates["client_lr"])
-    alone = Local(run.model.x, rates["lr"], rates["weight_decay"])
-    own_x, own_y = fit(run, newcomer, source, x, y)
-    alone_x, _ = fit(run, alone, source, first_x, run.zero_y())  # D = C = 0: a plain LoRA of the common rank
+    first_x, y = (t.to(run.device) for t in run.model.initial(saved.seed, [name]))
+    settings = method_settings(run.config, saved.method)
+    rates = {key: settings[key] for key in ("lr", "weight_decay")}
+    newcomer = Newcomer(run.model.x, client_lr=settings["client_lr"], **rates)
+    alone = Local(run.model.x, **rates)
+    fitting = Fitting(run, client, run.config.training.rounds if rounds is None else rounds)
+    own_x, own_y = fitting.fit(newcomer, x, y)
+    alone_x, _ = fitting.fit(alone, first_x, run.zero_y())  # D = C = 0: a plain LoRA of the common rank
     found = {
-        "common adapter alone": measure(run, client, test_rows, x, run.zero_y()),
-        "own adapter on it": measure(run, client, test_rows, own_x, own_y),
-        "training alone": measure(run, client, test_rows, alone_x, run.zero_y()),
+        "common adapter alone": fitting.measure(x, run.zero_y()),
+        "own adapter on it": fitting.measure(own_x, own_y),
+        "training alone": fitting.measure(alone_x, run.zero_y()),
     }
-    run_folder.save_client(run.where, run.model, name, own_x[0], own_y[0], run.task.name, config.model)
-    run_folder.write_json(run.where / "clients" / name / "onboarding.json", found)
-    run_folder.save_description(run.where, replace(saved, clients=[*saved.clients, name]))
+    folder.save_client(
+        run.where, run.model, name, own_x[0], own_y[0], run.task.peft_type, run.config.model.name
+    )
+    write_json(run.where / "clients" / name / "onboarding.json", found)
+    folder.save_description(run.where, replace(saved, clients=[*saved.clients, name]))
     return found
 
 
@@ -70,39 +66,53 @@ def check_newcomer(run: LoadedRun, name: str) -> None:
     if name in run.saved.clients:
         raise UserError(f"{run.folder} has a client {name!r} already; a newcomer needs another name")
     if not METHODS[run.saved.method].two_level:
+        able = " or ".join(repr(other) for other in METHODS if METHODS[other].two_level)
         raise UserError(
             f"{run.folder} was trained with {run.saved.method!r}, which has no client adapters; onboard needs a run of "
-            f"'pf2lora' or 'pf2lora-joint'"
+            f"{able}"
         )
-
-
-def rates_of(run: LoadedRun) -> dict[str, float]:
-    """The learning rates that the run's own clients had."""
-    given = trial.method_settings(run.config, run.saved.method)
-    return {key: given.get(key, getattr(run.config, key)) for key in ("lr", "client_lr", "weight_decay")}
 
 
 def read_client(run: LoadedRun, name: str, file: Path) -> Client[Any]:
     """The newcomer's rows, a share of them held out for the comparison."""
-    rows = TASKS[run.config.task].read(run.config, file, run.saved.labels)
+    task = run.config.task
+    rows = read_rows(task, file, run.saved.labels)
     if len(rows) < MINIMUM_ROWS:
         raise UserError(f"{file}: client {name!r} has {len(rows)} rows; at least {MINIMUM_ROWS} are needed")
-    keys = [getattr(row, "label", "") for row in rows]
-    random = rng_for(run.saved.seed, "split", name)
-    return Client(name, *split_rows(rows, keys, run.config.data.test_ratio, random))
+    return split_client(task, name, rows, run.config.data.test_ratio, run.saved.seed)
 
 
-def fit(run: LoadedRun, method: Method, source: EncodedSource, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """As many local steps as the run's own clients had."""
-    config = run.config
-    schedule = Schedule(config.rounds, config.steps, seed=run.saved.seed)
-    loss = partial(run.task.loss, run.model)
-    with track(config.rounds * config.steps, f"{method.label}: steps") as advance:
-        rounds = train(method, loss, method.init(x, y), source, schedule, device=run.device, on_step=advance)
-        last = deque(rounds, maxlen=1).pop()
-    return last.served.x, last.served.y
+class Fitting:
+    """A newcomer's rows, to be learned from and measured on."""
 
+    def __init__(self, run: LoadedRun, client: Client[Any], rounds: int) -> None:
+        self.run, self.client = run, client
+        self.schedule = Schedule(rounds, run.config.training.steps, seed=run.saved.seed)
+        self.train: Encoded = run.task.encode([client.train], training=True).to(run.device)
+        self.test: Encoded = run.task.encode([client.test], training=False).to(run.device)
 
-def measure(run: LoadedRun, client: Client[Any], test: Encoded, x: Tensor, y: Tensor) -> Scores:
-    answers = run.task.predict(run.model, x, y, test, final=True)[0]
-    return {metric: trial.finite(v) for metric, v in run.task.score(answers, client.test).items()}
+    def fit(self, method: Method, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """As many local steps as the run's own clients had."""
+        run = self.run
+        size = run.config.training.batch_size
+        source = batch_source(run.config, self.train, [self.client.name], run.saved.seed, size, method.draws)
+
+        def loss(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+            return run.task.loss(run.model, x, y, batch)
+
+        with track(self.schedule.rounds * self.schedule.steps, f"{method.label}: steps") as advance:
+
+            def on_step(step: Step) -> None:
+                advance(step.clients)
+
+            rounds = train(
+                method, loss, method.init(x, y), source, self.schedule, device=run.device, on_step=on_step
+            )
+            last = deque(rounds, maxlen=1).pop()
+        return last.served.x, last.served.y
+
+    def measure(self, x: Tensor, y: Tensor) -> Scores:
+        """The scores on the rows held out."""
+        answers = self.run.task.predict(self.run.model, x, y, self.test, final=True)[0]
+        scores = self.run.task.score(answers, self.client.test)
+        return {metric: finite(value) for metric, value in scores.items()}

@@ -1,69 +1,247 @@
-"""Reading `result.json` (docs/result.md) and what its readers share: figures over seeds, and when they differ."""
+"""What came out of a run: built in one place, written and read as `result.json` (docs/result.md)."""
 
 from __future__ import annotations
 
 import json
-import math
-import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, unknown
+from pf2lora.run.decode import decode
+from pf2lora.run.estimates import Estimate, estimate
+from pf2lora.tasks.settings import Metric
 
-FORMAT = 1
+FORMAT = 2
 FILE = "result.json"
-POINTS = ("served", "before_averaging")  # the two moments a score is taken
 Point = Literal["served", "before_averaging"]
+POINTS: tuple[Point, ...] = ("served", "before_averaging")  # the two moments a score is taken
+
+Numbers = list[float | None]
+"""A number per client; None where it was not taken or is undefined."""
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A figure over seeds: its mean and its sample deviation, which one seed alone does not have."""
+class ClientInfo:
+    """A client: its name, its rows, and its training rows per label (or topic, category, …)."""
 
-    mean: float
-    deviation: float | None
-    count: int
-
-
-def estimate(values: Iterable[float | None]) -> Estimate | None:
-    """The mean and sample deviation of the values that are defined; None where none is."""
-    known = [v for v in values if v is not None and math.isfinite(v)]
-    if not known:
-        return None
-    deviation = statistics.stdev(known) if len(known) > 1 else None
-    return Estimate(statistics.fmean(known), deviation, len(known))
+    name: str
+    train: int
+    test: int
+    labels: dict[str, int]
 
 
-def within_spread(a: Estimate, b: Estimate) -> bool | None:
-    """Whether two means differ by no more than their seeds do: |a − b| ≤ √(σ_a² + σ_b²).
+@dataclass(frozen=True)
+class OverClients:
+    """A metric of every client, with its mean, its worst client and its spread (population deviation).
 
-    None where either has one seed only: then nobody can tell.
+    The three are None where a client's score is not a finite number: such a client does not drop out of a mean.
     """
-    if a.deviation is None or b.deviation is None:
-        return None
-    # Rounding must not turn two equal means into different ones.
-    return abs(a.mean - b.mean) <= math.hypot(a.deviation, b.deviation) + 1e-12
+
+    per_client: Numbers
+    mean: float | None
+    worst: float | None
+    spread: float | None
 
 
-def score(
-    result: dict[str, Any], method: str, point: Point, metric: str, what: str = "mean"
-) -> Estimate | None:
-    """A method's `mean`, `worst` or `spread` over clients, over its seeds; None where it has no such point."""
-    runs = result["methods"][method]["runs"]
-    return estimate(((run[point] or {}).get(metric) or {}).get(what) for run in runs)
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round. Scores are by metric and client, None in rounds without evaluation; `train_loss` is None where a
+    client did not take part; `ranks` are client × layer."""
+
+    round: int
+    seconds: float
+    train_loss: Numbers
+    served: dict[str, Numbers] | None = None
+    before_averaging: dict[str, Numbers] | None = None
+    client_share: Numbers | None = None  # ‖s̃·D_kC_k‖ / ‖s·BA‖
+    second_order_share: Numbers | None = None  # of the hypergradient's norm
+    ranks: list[list[int]] | None = None
 
 
-def client_scores(result: dict[str, Any], method: str, point: Point, metric: str) -> list[Estimate | None]:
-    """The same, client by client, in the order of `result["clients"]`."""
-    clients = range(len(result["clients"]))
-    tables = [((run[point] or {}).get(metric) or {}) for run in result["methods"][method]["runs"]]
-    return [estimate(t["per_client"][k] if t else None for t in tables) for k in clients]
+@dataclass(frozen=True)
+class Parameters:
+    """Trainable parameters of a client, the mean over clients: a method may train fewer with some."""
+
+    common: float
+    client: float
+    head: float
 
 
-def load(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class SentBytes:
+    """What a client sends up in a round, the mean over rounds and clients."""
+
+    adapter: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.adapter + self.head
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """One method with one seed. `seconds` are the training's, without evaluation; memory and time are the method's
+    own."""
+
+    seed: int
+    served: dict[str, OverClients]
+    before_averaging: dict[str, OverClients] | None
+    rounds: list[RoundRecord]
+    layers: list[str]
+    parameters: Parameters
+    bytes_per_round: SentBytes
+    flops_per_round: float | None
+    seconds: float
+    evaluation_seconds: float | None
+    peak_memory_bytes: int | None
+    warnings: list[str] = field(default_factory=list)
+
+    def at(self, point: Point) -> dict[str, OverClients] | None:
+        """The final scores at a point of the round."""
+        return self.served if point == "served" else self.before_averaging
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """A method's runs, one per seed."""
+
+    label: str
+    runs: list[SeedRun]
+
+
+@dataclass(frozen=True)
+class ExampleRecord:
+    """A question or prompt of a client with what each method answered."""
+
+    client: str
+    prompt: str
+    references: list[str]
+    outputs: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A method's scores of one metric: `per_client` by name, means over seeds."""
+
+    per_client: dict[str, float | None]
+    mean: float | None
+    worst: float | None
+    spread: float | None
+
+    def __getitem__(self, client: str) -> float | None:
+        return self.per_client[client]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Every method with every seed on the same clients. All scores are fractions, losses are nats, sizes bytes."""
+
+    title: str
+    created: str
+    task: str
+    metric: str
+    metrics: dict[str, Metric]
+    base_model: str
+    clients: list[ClientInfo]
+    config: dict[str, Any]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    methods: dict[str, MethodResult]
+    examples: list[ExampleRecord] = field(default_factory=list)
+    format: int = FORMAT
+
+    # --- reading it -----------------------------------------------------------------------------------------
+
+    def served(self, metric: str | None = None, method: str | None = None) -> Scores:
+        """The scores of what each client deploys: of `metric` (default: the headline) for `method` (the first)."""
+        return self.scores("served", metric, method)
+
+    def before_averaging(self, metric: str | None = None, method: str | None = None) -> Scores:
+        """The same before the last average, where the method has such a point."""
+        return self.scores("before_averaging", metric, method)
+
+    def scores(self, point: Point, metric: str | None = None, method: str | None = None) -> Scores:
+        metric, method = self._metric(metric), self._method(method)
+        means = [e.mean if e else None for e in self.client_estimates(method, point, metric)]
+        whole = {what: self.estimate(method, point, metric, what) for what in ("mean", "worst", "spread")}
+        return Scores(
+            dict(zip([client.name for client in self.clients], means)),
+            **{what: e.mean if e else None for what, e in whole.items()},
+        )
+
+    def client(self, name: str, method: str | None = None) -> dict[str, float | None]:
+        """One client's served scores by metric."""
+        names = [client.name for client in self.clients]
+        if name not in names:
+            raise unknown("client", name, names)
+        return {metric: self.served(metric, method)[name] for metric in self.metrics}
+
+    def table(self) -> Any:
+        """A row per method: a pandas frame where pandas is installed, else a list of dicts."""
+        rows = [self._row(name) for name in self.methods]
+        try:
+            import pandas
+        except ImportError:
+            return rows
+        return pandas.DataFrame(rows).set_index("method")
+
+    def _row(self, name: str) -> dict[str, Any]:
+        runs = self.methods[name].runs
+        row: dict[str, Any] = {"method": name}
+        for point in POINTS:
+            found = self.estimate(name, point, self.metric)
+            row[point] = found.mean if found else None
+        worst = self.estimate(name, "served", self.metric, "worst")
+        return row | {
+            "worst client": worst.mean if worst else None,
+            "bytes per round": runs[0].bytes_per_round.total,
+            "seconds": sum(run.seconds for run in runs),
+        }
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        import html
+
+        table = self.table()
+        shown = table.to_html() if hasattr(table, "to_html") else f"<pre>{html.escape(str(table))}</pre>"
+        return f"<b>{html.escape(self.title)}</b>, {html.escape(self.metrics[self.metric].label)}{shown}"
+
+    def estimate(self, method: str, point: Point, metric: str, what: str = "mean") -> Estimate | None:
+        """A method's `mean`, `worst` or `spread` over clients, over its seeds; None where it has no such point."""
+        tables = [(run.at(point) or {}).get(metric) for run in self.methods[method].runs]
+        return estimate(getattr(table, what) if table else None for table in tables)
+
+    def client_estimates(self, method: str, point: Point, metric: str) -> list[Estimate | None]:
+        """The same, client by client."""
+        tables = [(run.at(point) or {}).get(metric) for run in self.methods[method].runs]
+        return [
+            estimate(table.per_client[k] if table else None for table in tables)
+            for k in range(len(self.clients))
+        ]
+
+    def _metric(self, metric: str | None) -> str:
+        if metric is not None and metric not in self.metrics:
+            raise unknown("metric", metric, self.metrics)
+        return metric or self.metric
+
+    def _method(self, method: str | None) -> str:
+        if method is not None and method not in self.methods:
+            raise unknown("method", method, self.methods)
+        return method or next(iter(self.methods))
+
+    # --- as a file ------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """As result.json has it, the format first."""
+        return {"format": self.format} | asdict(self)
+
+
+def load_result(path: str | Path) -> Result:
     """The checked result of a run folder, or of a `result.json` itself. Figures that are not finite become None."""
+    path = Path(path)
     file = path if path.is_file() else path / FILE
     if not path.exists():
         raise UserError(f"{path}: no such run folder")
@@ -76,134 +254,52 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(f"{file}: not valid JSON at {place}: {error.msg}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from None
-    check(content, str(file))
-    return content
+    return from_json(content, str(file))
 
 
-def check(result: Any, where: str) -> None:
-    """Raise a UserError that names the first place where `result` is not what docs/result.md describes."""
-    top = _Node(result, where, "")
-    top.expect(dict, "an object")
-    if result.get("format") != FORMAT:
+def from_json(content: Any, where: str) -> Result:
+    """The result in what `json` read; a UserError names the first place that docs/result.md does not describe."""
+    if isinstance(content, dict) and content.get("format") != FORMAT:
         raise UserError(
-            f"{where}: format {result.get('format')!r} is unknown to this version of pf2lora (known: {FORMAT})"
+            f"{where}: format {content.get('format')!r} is unknown to this version of pf2lora (known: {FORMAT})"
         )
-    for name in ("title", "created", "task", "metric", "base_model"):
-        top.get(name).expect(str, "a text")
-    for name in ("config", "versions", "machine"):
-        top.get(name).expect(dict, "an object")
-    for metric in top.get("metrics").entries():
-        metric.get("label").expect(str, "a text")
-        metric.get("higher_is_better").expect(bool, "true or false")
-        metric.get("percent").expect(bool, "true or false")
-    if result["metric"] not in result["metrics"]:
-        top.get("metric").fail(f"one of {', '.join(result['metrics'])}")
-    for client in top.get("clients").items(at_least=1):
-        client.get("name").expect(str, "a text")
-        for size in ("train", "test"):
-            client.get(size).number()
-        for label in client.get("labels").entries():
-            label.number()
-    if not top.get("methods").entries():
-        top.get("methods").fail("an object with at least one method")
-    for method in top.get("methods").entries():
-        method.get("label").expect(str, "a text")
-        for run in method.get("runs").items(at_least=1):
-            _check_run(run, result["metric"], len(result["clients"]))
-    for example in top.get("examples").items():
-        _check_example(example)
+    result = decode(Result, content, where)
+    check(result, where)
+    return result
 
 
-def _check_run(run: _Node, headline: str, clients: int) -> None:
-    """One seed of one method."""
-    run.get("seed").expect(int, "a whole number")
-    run.get("served").get(headline)
+def check(result: Result, where: str) -> None:
+    """What the types do not say: a result speaks of some client and method, and its lists have one number for each."""
+    for name in ("clients", "methods"):
+        if not getattr(result, name):
+            raise UserError(f"{where}: {name} must have at least one entry")
+    if result.metric not in result.metrics:
+        raise UserError(f"{where}: metric must be one of {', '.join(result.metrics)}, not {result.metric!r}")
+    for name, method in result.methods.items():
+        if not method.runs:
+            raise UserError(f"{where}: methods.{name}.runs must have at least one entry")
+        for i, run in enumerate(method.runs):
+            place = f"{where}: methods.{name}.runs[{i}]"
+            if result.metric not in run.served:
+                raise UserError(
+                    f"{place}.served.{result.metric} is missing (docs/result.md describes the file)"
+                )
+            _check_lengths(run, len(result.clients), place)
+
+
+def _check_lengths(run: SeedRun, clients: int, place: str) -> None:
+    def fits(values: Sequence[Any] | None, count: int, what: str) -> None:
+        if values is not None and len(values) != count:
+            raise UserError(f"{place}.{what} must be a list of {count}, not of {len(values)}")
+
     for point in POINTS:
-        for table in run.get(point).entries(nullable=point == "before_averaging"):
-            table.get("per_client").numbers(clients)
-            for what in ("mean", "worst", "spread"):
-                table.get(what).number(nullable=True)
-    layers = len(run.get("layers").items())
-    for entry in run.get("rounds").items():
-        entry.get("round").expect(int, "a whole number")
-        entry.get("train_loss").numbers(clients, nullable=True)
+        for metric, table in (run.at(point) or {}).items():
+            fits(table.per_client, clients, f"{point}.{metric}.per_client")
+    for i, record in enumerate(run.rounds):
+        for what in ("train_loss", "client_share", "second_order_share", "ranks"):
+            fits(getattr(record, what), clients, f"rounds[{i}].{what}")
         for point in POINTS:
-            for values in entry.get(point).entries(nullable=True):
-                values.numbers(clients)
-        for share in ("client_share", "second_order_share"):
-            entry.get(share).numbers(clients, nullable=True)
-        if entry.get("ranks").value is not None:
-            for ranks in entry.get("ranks").items(exactly=clients):
-                ranks.numbers(layers)
-    for part in ("common", "client", "head"):
-        run.get("parameters").get(part).number()
-    for part in ("adapter", "head"):
-        run.get("bytes_per_round").get(part).number()
-    for cost in ("flops_per_round", "seconds", "peak_memory_bytes"):
-        run.get(cost).number(nullable=True)
-    for warning in run.get("warnings").items():
-        warning.expect(str, "a text")
-
-
-def _check_example(example: _Node) -> None:
-    """One prompt with what each method made of it."""
-    for name in ("client", "prompt"):
-        example.get(name).expect(str, "a text")
-    for text in example.get("references").items() + example.get("outputs").entries():
-        text.expect(str, "a text")
-
-
-@dataclass(frozen=True)
-class _Node:
-    """A value inside the file, with the place to name when it is wrong."""
-
-    value: Any
-    file: str
-    place: str
-
-    def fail(self, right: str) -> None:
-        shown = json.dumps(self.value, ensure_ascii=False, default=str)
-        found = shown if len(shown) <= 40 else shown[:39] + "…"
-        raise UserError(f"{self.file}: {self.place or 'the file'} must be {right}, not {found}")
-
-    def expect(self, kind: type, right: str) -> None:
-        boolean_as_number = kind is int and isinstance(self.value, bool)
-        if not isinstance(self.value, kind) or boolean_as_number:
-            self.fail(right)
-
-    def get(self, name: str) -> _Node:
-        self.expect(dict, "an object")
-        place = f"{self.place}.{name}" if self.place else name
-        if name not in self.value:
-            raise UserError(f"{self.file}: {place} is missing (docs/result.md describes the file)")
-        return _Node(self.value[name], self.file, place)
-
-    def entries(self, nullable: bool = False) -> list[_Node]:
-        if nullable and self.value is None:
-            return []
-        self.expect(dict, "an object")
-        return [self.get(name) for name in self.value]
-
-    def items(self, at_least: int = 0, exactly: int | None = None) -> list[_Node]:
-        self.expect(list, "a list")
-        if len(self.value) < at_least:
-            self.fail(f"a list of at least {at_least}")
-        if exactly is not None and len(self.value) != exactly:
-            self.fail(f"a list of {exactly}")
-        return [_Node(item, self.file, f"{self.place}[{i}]") for i, item in enumerate(self.value)]
-
-    def number(self, nullable: bool = False) -> None:
-        if not (nullable and self.value is None) and not _is_number(self.value):
-            self.fail("a number")
-
-    def numbers(self, count: int, nullable: bool = False) -> None:
-        """A list of `count` numbers, some of which may be null."""
-        if nullable and self.value is None:
-            return
-        fits = isinstance(self.value, list) and len(self.value) == count
-        if not fits or not all(v is None or _is_number(v) for v in self.value):
-            self.fail(f"a list of {count} numbers (or null)")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+            for metric, values in (getattr(record, point) or {}).items():
+                fits(values, clients, f"rounds[{i}].{point}.{metric}")
+        for k, ranks in enumerate(record.ranks or []):
+            fits(ranks, len(run.layers), f"rounds[{i}].ranks[{k}]")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pf2lora.errors import missing_extra, unknown
+from pf2lora.run.result import POINTS, Numbers, RoundRecord
 
 
 class Tracker(Protocol):
@@ -97,11 +98,15 @@ def start(names: Sequence[str], folder: Path, config: dict[str, Any], title: str
     return [TRACKERS[name](folder, config, title) for name in names]
 
 
-def round_values(method: str, seed: int, record: dict[str, Any]) -> dict[str, float]:
+def round_values(method: str, seed: int, record: RoundRecord) -> dict[str, float]:
     """A round's means over clients, named `method/seed-0/served/accuracy`."""
-    lists = {name: record[name] for name in ("train_loss", "client_share", "second_order_share")}
-    for point in ("served", "before_averaging"):
-        lists |= {f"{point}/{metric}": values for metric, values in (record[point] or {}).items()}
+    lists: dict[str, Numbers | None] = {
+        "train_loss": record.train_loss,
+        "client_share": record.client_share,
+        "second_order_share": record.second_order_share,
+    }
+    for point in POINTS:
+        lists |= {f"{point}/{m}": values for m, values in (getattr(record, point) or {}).items()}
     out = {}
     for name, values in lists.items():
         known = [v for v in values or [] if v is not None]

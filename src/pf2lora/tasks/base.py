@@ -11,22 +11,14 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
+from pf2lora.tasks.settings import Metric
 
 Row = TypeVar("Row")
 Prediction = TypeVar("Prediction")
-
-
-@dataclass(frozen=True)
-class Metric:
-    """How a score is shown."""
-
-    label: str
-    higher_is_better: bool = True
-    percent: bool = True
 
 
 Scores = dict[str, float | None]
@@ -45,7 +37,10 @@ class Task(ABC, Generic[Row, Prediction]):
     """A task knows its tokenizer and what its rows mean; it holds no weights and no data."""
 
     name: ClassVar[str]
+    peft_type: ClassVar[str | None] = None  # what PEFT calls such a task in an adapter's config
+    labels: list[str] = []  # noqa: RUF012  the names of the model's outputs, where they have names
     metrics: dict[str, Metric]  # the headline first
+    tokenizer: PreTrainedTokenizerBase
     clients_per_pass: int | None = None  # answering in one pass; bounds memory, as in training
 
     @abstractmethod

@@ -9,10 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from loading import load_clients
 
-from pf2lora.data.client import TextRow
 from pf2lora.errors import UserError
-from pf2lora.tasks.classification.glue import GLUE, load_glue, read_glue
+from pf2lora.tasks.classification.glue import GLUE, read_glue
+from pf2lora.tasks.classification.rows import TextRow
+
+
+def load_glue(name: str, folder: Path | None = None) -> tuple[list[TextRow], list[TextRow]]:
+    pool = read_glue(name, folder)
+    return pool.train, pool.test
 
 
 def write_tsv(path: Path, *rows: str) -> None:
@@ -80,7 +86,7 @@ def test_mnli_tests_on_matched_and_mismatched(tmp_path: Path) -> None:
     data = read_glue("mnli", tmp_path)
     assert data.train == [TextRow("P", "neutral", "H")]
     assert data.test == [TextRow("matched", "entailment", "H"), TextRow("mismatched", "contradiction", "H")]
-    assert data.train_records[0].name("genre") == "fiction"
+    assert (data.train_records or [])[0].name("genre") == "fiction"
     (folder / "dev_mismatched.tsv").unlink()
     assert load_glue("mnli", tmp_path)[1] == data.test[:1]
     (folder / "dev_matched.tsv").unlink()
@@ -108,8 +114,8 @@ def test_qnli(tmp_path: Path) -> None:
 
 
 def test_wrong_folders(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"unknown GLUE set 'sst3'; did you mean 'sst2'\?"):
-        load_glue("sst3", tmp_path)
+    with pytest.raises(UserError, match=r"unknown data set for classification 'sst3'; did you mean 'sst2'\?"):
+        load_clients(dataset="sst3", data_dir=tmp_path)
     with pytest.raises(
         UserError, match=r"SST-2 is not there \(train\.tsv, in this folder or in SST-2/ below it"
     ):

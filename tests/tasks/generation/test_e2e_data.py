@@ -6,9 +6,17 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from loading import load_clients
 
+from pf2lora.data.client import Client
 from pf2lora.errors import UserError
-from pf2lora.tasks.generation.e2e import TEST, TRAIN, linearise, load_e2e, parse_meaning, read_e2e
+from pf2lora.tasks.generation.e2e import TEST, TRAIN, linearise, parse_meaning, read_e2e
+from pf2lora.tasks.generation.prompts import PromptRow
+
+
+def load_e2e(path: Path, clients: int | None = None) -> list[Client[PromptRow]]:
+    counted = {} if clients is None else {"num_clients": clients}
+    return load_clients(task="generation", dataset="e2e", data_dir=path, **counted)
 
 
 def line(name: str, text: str = "A pub.") -> str:

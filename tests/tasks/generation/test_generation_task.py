@@ -26,7 +26,8 @@ from pf2lora.errors import UserError
 from pf2lora.methods.pf2lora import PF2LoRA
 from pf2lora.tasks.generation import scores as nlg
 from pf2lora.tasks.generation.prompts import PromptRow
-from pf2lora.tasks.generation.task import Decoding, Generation, NoRepeatInText, left_padded
+from pf2lora.tasks.generation.settings import GenerationSettings
+from pf2lora.tasks.generation.task import Generation, NoRepeatInText, left_padded
 
 FOODS = ("pizza", "noodles", "fish and chips", "tapas")
 TEXTS = [f"The {food} place is near the river." for food in FOODS]
@@ -47,9 +48,9 @@ def two_level(kind: str, clients: int, size: float = 0.5) -> tuple[TwoLevelModel
     return model, x, y
 
 
-def task(decoding: Decoding | None = None, **options: object) -> Generation:
-    settings: dict[str, object] = {"max_length": 64, "generation_batch": 3}
-    return Generation(TOKENIZER, decoding=decoding or Decoding(max_new_tokens=12), **(settings | options))  # type: ignore[arg-type]
+def task(generation_batch: int = 3, **settings: object) -> Generation:
+    given = {"max_length": 64, "max_new_tokens": 12} | settings
+    return Generation(TOKENIZER, GenerationSettings(**given), generation_batch=generation_batch)  # type: ignore[arg-type]
 
 
 def rows(*prompts: str, targets: Sequence[str] = ("It is near the river.",)) -> list[PromptRow]:
@@ -116,36 +117,38 @@ def test_left_padded() -> None:
 @pytest.mark.parametrize(
     "decoding",
     [
-        Decoding(beams=1, no_repeat_ngram=0, max_new_tokens=12),
-        Decoding(beams=4, max_new_tokens=12),
-        Decoding(beams=3, length_penalty=2.0, no_repeat_ngram=2, max_new_tokens=12),
+        {"beams": 1, "no_repeat_ngram": 0},
+        {"beams": 4},
+        {"beams": 3, "length_penalty": 2.0, "no_repeat_ngram": 2},
     ],
     ids=["greedy", "beam", "beam-bigrams"],
 )
-def test_clients_together_generate_what_each_generates_alone(kind: str, decoding: Decoding) -> None:
+def test_clients_together_generate_what_each_generates_alone(kind: str, decoding: dict[str, object]) -> None:
     model, x, y = two_level(kind, 3)
     prompts = [
         ["pizza", "a longer prompt about noodles", "tapas"],
         ["fish and chips"],
         ["b", "the river place is"],
     ]
-    together = task(decoding).generate(model, x, y, prompts)
+    together = task(**decoding).generate(model, x, y, prompts)
     for k, own in enumerate(prompts):
         one_by_one = [
-            task(decoding, generation_batch=1).generate(model, x[k : k + 1], y[k : k + 1], [[p]])[0][0]
+            task(generation_batch=1, **decoding).generate(model, x[k : k + 1], y[k : k + 1], [[p]])[0][0]
             for p in own
         ]
         assert together[k] == one_by_one
-    swapped = task(decoding).generate(model, x[[1, 0, 2]], y[[1, 0, 2]], [prompts[0], prompts[1], prompts[2]])
+    swapped = task(**decoding).generate(
+        model, x[[1, 0, 2]], y[[1, 0, 2]], [prompts[0], prompts[1], prompts[2]]
+    )
     assert swapped[0] != together[0]  # a client's adapters matter
 
 
 @KINDS
 def test_greedy_generation_is_the_argmax_without_padding_or_cache(kind: str) -> None:
     model, x, y = two_level(kind, 2)
-    decoding = Decoding(beams=1, no_repeat_ngram=0, max_new_tokens=8)
+    decoding = {"beams": 1, "no_repeat_ngram": 0, "max_new_tokens": 8}
     prompts = ["pizza", "a longer prompt about noodles"]
-    found = task(decoding).generate(model, x, y, [[p] for p in prompts])
+    found = task(**decoding).generate(model, x, y, [[p] for p in prompts])
     for k, prompt in enumerate(prompts):
         ids = [*TOKENIZER(prompt)["input_ids"], TOKENIZER.bos_token_id]
         start = len(ids)
@@ -193,7 +196,7 @@ def bleu_alone(system: Sequence[str], references: nlg.References) -> nlg.Scores:
 @KINDS
 def test_training_evaluation_and_generation_end_to_end(kind: str) -> None:
     """Two clients that answer the same prompts differently learn to: the common adapter alone could not."""
-    generation = task(Decoding(beams=2, max_new_tokens=16))
+    generation = task(beams=2, max_new_tokens=16)
     generation.scorer = bleu_alone
     answers = ("Yes, it is near the river.", "No, there is no such place.")
     clients = [rows(*FOODS, targets=(answer,)) for answer in answers]
@@ -260,7 +263,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"kind of scores 'e3e'; did you mean 'e2e'\?"):
         task(scores="e3e")
     with pytest.raises(UserError, match="beams is 0"):
-        Decoding(beams=0)
+        GenerationSettings(beams=0)
     causal("gpt2").save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="90 and max_new_tokens 12 are 102 tokens, but the model takes 96"):
@@ -272,7 +275,7 @@ def test_a_tokenizer_without_padding_token(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     causal("gpt2", torch.float32).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
-    generation = Generation(tokenizer, max_length=64, decoding=Decoding(beams=2, max_new_tokens=6))
+    generation = Generation(tokenizer, GenerationSettings(max_length=64, beams=2, max_new_tokens=6))
     model = TwoLevelModel(generation.load_model(str(tmp_path), torch.float32), AdapterSpec())
     x, y = model.initial(0, ["one"])
     data = [rows("pizza", "noodles and fish")]

@@ -6,11 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import loading
 import pytest
 
-from pf2lora.data.held_out import covered_groups
+from pf2lora.data.client import Client
+from pf2lora.data.sharing import covered_groups
 from pf2lora.errors import UserError
-from pf2lora.tasks.generation.prompts import PromptRow, grouped, load_clients, read_prompts
+from pf2lora.tasks.generation.prompts import PromptRow, grouped, read_prompts
+
+
+def load_clients(paths: list[Path], **settings: Any) -> list[Client[PromptRow]]:
+    return loading.load_clients(paths, task="generation", **settings)
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -8,9 +8,19 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from loading import load_clients
 
+from pf2lora.data.client import Client
 from pf2lora.errors import UserError
-from pf2lora.tasks.generation.webnlg import load_webnlg, read_webnlg
+from pf2lora.tasks.generation.prompts import PromptRow
+from pf2lora.tasks.generation.webnlg import read_webnlg
+
+
+def load_webnlg(
+    path: Path, clients: int | None = None, notes: list[str] | None = None
+) -> list[Client[PromptRow]]:
+    counted = {} if clients is None else {"num_clients": clients}
+    return load_clients(task="generation", dataset="webnlg", data_dir=path, notes=notes, **counted)
 
 
 def entry(category: str, number: int, comment: str = "good") -> str:

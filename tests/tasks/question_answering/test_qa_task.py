@@ -22,11 +22,11 @@ from pf2lora.engines.batches import Batch, EncodedSource
 from pf2lora.engines.local import Schedule, train
 from pf2lora.errors import UserError
 from pf2lora.methods.pf2lora import PF2LoRA
-from pf2lora.tasks.question_answering.squad import QuestionRow
+from pf2lora.tasks.question_answering.rows import QuestionRow
+from pf2lora.tasks.question_answering.settings import QuestionAnsweringSettings
 from pf2lora.tasks.question_answering.task import (
     Answer,
     QuestionAnswering,
-    Reading,
     WindowExamples,
     best_spans,
     window_losses,
@@ -35,9 +35,11 @@ from pf2lora.tasks.question_answering.task import (
 KINDS = pytest.mark.parametrize("kind", list(CONFIGS))
 
 
-def task(tokenizer: PreTrainedTokenizerFast = TOKENIZER, **options: object) -> QuestionAnswering:
-    reading = Reading(stride=8, n_best=5, max_answer_tokens=6)
-    return QuestionAnswering(tokenizer, **({"max_length": 40, "reading": reading} | options))  # type: ignore[arg-type]
+def task(
+    tokenizer: PreTrainedTokenizerFast = TOKENIZER, no_answers: bool = False, **settings: object
+) -> QuestionAnswering:
+    given = {"max_length": 40, "stride": 8, "n_best": 5, "max_answer_tokens": 6} | settings
+    return QuestionAnswering(tokenizer, QuestionAnsweringSettings(**given), no_answers=no_answers)  # type: ignore[arg-type]
 
 
 def row(
@@ -106,9 +108,9 @@ def test_best_spans_are_the_best_of_all() -> None:
     """Against every pair of a start and an end."""
     torch.manual_seed(0)
     start, end = torch.randn(2, 9), torch.randn(2, 9)
-    reading = Reading(n_best=7, max_answer_tokens=3)
+    settings = QuestionAnsweringSettings(n_best=7, max_answer_tokens=3)
     bounds = {"context_start": torch.tensor([3, 5]), "context_end": torch.tensor([8, 6])}
-    found = best_spans(start, end, Batch(1, bounds), reading)
+    found = best_spans(start, end, Batch(1, bounds), settings)
     for i, (low, high) in enumerate([(3, 8), (5, 6)]):
         pairs = [
             (float(start[i, s] + end[i, e]), s, e)
@@ -134,8 +136,8 @@ class Oracle(QuestionAnswering):
 
 
 def oracle_answers(rows: list[QuestionRow], **options: object) -> list[Answer]:
-    reading = Reading(stride=8, n_best=5, max_answer_tokens=30, no_answer_threshold=0.5)
-    oracle = Oracle(TOKENIZER, max_length=40, reading=reading, **options)  # type: ignore[arg-type]
+    settings = QuestionAnsweringSettings(max_length=40, stride=8, n_best=5)
+    oracle = Oracle(TOKENIZER, settings, **options)  # type: ignore[arg-type]
     nothing = torch.zeros(1, 0)
     return oracle.predict(None, nothing, nothing, oracle.encode([rows], training=False))[0]  # type: ignore[arg-type]
 
@@ -167,12 +169,8 @@ def test_no_answer_needs_every_window_to_say_so() -> None:
 def test_the_threshold_decides() -> None:
     question = row("stone river", "")
     for threshold, answered in ((0.0, False), (1.0, True)):
-        oracle = Oracle(
-            TOKENIZER,
-            max_length=40,
-            no_answers=True,
-            reading=Reading(stride=8, no_answer_threshold=threshold),
-        )
+        settings = QuestionAnsweringSettings(max_length=40, stride=8, no_answer_threshold=threshold)
+        oracle = Oracle(TOKENIZER, settings, no_answers=True)
         nothing = torch.zeros(1, 0)
         encoded = oracle.encode([[question]], training=False)
         (found,) = oracle.predict(None, nothing, nothing, encoded)[0]  # type: ignore[arg-type]
@@ -271,7 +269,7 @@ def test_bad_settings_are_one_clear_line(tmp_path: Path) -> None:
     ):
         task(max_length=20)
     with pytest.raises(UserError, match="stride is -1"):
-        Reading(stride=-1)
+        QuestionAnsweringSettings(stride=-1)
     reader("bert").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="max_length is 80, but the model takes 64 tokens"):
         task(max_length=80).load_model(str(tmp_path), torch.float32)

@@ -9,11 +9,23 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from loading import load_clients, read_rows
 
+from pf2lora.data.client import Client
 from pf2lora.errors import UserError
-from pf2lora.tasks.question_answering.squad import load_clients, load_squad, read_questions, read_squad
+from pf2lora.tasks.question_answering.rows import QuestionRow
+from pf2lora.tasks.question_answering.settings import QuestionAnsweringSettings
+from pf2lora.tasks.question_answering.squad import read_squad
 
 CONTEXT = "The key is in the salt. The key is under the stone."
+
+
+def read_questions(path: Path) -> list[QuestionRow]:
+    return read_rows(path, task="question-answering")
+
+
+def load_squad(name: str, path: Path, **settings: Any) -> list[Client[QuestionRow]]:
+    return load_clients(task="question-answering", dataset=name, data_dir=path, **settings)
 
 
 def article(title: str, questions: int, impossible: bool = False) -> dict[str, Any]:
@@ -35,7 +47,7 @@ def squad_file(path: Path, topics: int = 8, questions: int = 20, impossible: boo
 
 
 def test_official_json(tmp_path: Path) -> None:
-    rows = read_squad("squad", squad_file(tmp_path / "train-v1.1.json").parent)
+    rows = read_squad("squad", squad_file(tmp_path / "train-v1.1.json").parent, [])
     assert len(rows) == 160
     assert (
         rows[21].id == "topic 1-1" and rows[21].topic == "topic 1" and rows[21].question == "Where is key 1?"
@@ -56,7 +68,7 @@ def test_the_papers_split_and_clients(tmp_path: Path) -> None:
         assert own >= 16
     assert clients == load_squad("squad_v2", path, seed=1)
     assert clients != load_squad("squad_v2", path, seed=2)
-    sorted_out = load_squad("squad_v2", path, heterogeneity=1.0, clients=2)
+    sorted_out = load_squad("squad_v2", path, heterogeneity=1.0, num_clients=2)
     assert {row.topic for row in sorted_out[0].train}.isdisjoint(
         {row.topic for row in sorted_out[1].test} - {"topic 3", "topic 4"}
     )
@@ -82,12 +94,12 @@ def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("datasets")
     module.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
-    rows = read_squad("squad_v2")
+    rows = read_squad("squad_v2", None, [])
     assert asked == [("rajpurkar/squad_v2", "train")]
     assert [(r.answers, r.starts) for r in rows] == [(("the salt",), (14,)), ((), ())]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"pip install 'pf2lora\[hub\]'"):
-        read_squad("squad")
+        read_squad("squad", None, [])
 
 
 def test_users_files_in_every_form(tmp_path: Path) -> None:
@@ -123,27 +135,29 @@ def test_users_files_in_every_form(tmp_path: Path) -> None:
 def test_clients_from_files(tmp_path: Path) -> None:
     for name in ("clinic", "office"):
         squad_file(tmp_path / f"{name}.json", topics=1, questions=10)
-    clients = load_clients([tmp_path], seed=0)
+    clients = load_clients([tmp_path], task="question-answering", seed=0)
     assert [(c.name, len(c.train), len(c.test)) for c in clients] == [("clinic", 8, 2), ("office", 8, 2)]
     test = tmp_path / "test"
     test.mkdir()
     for name in ("clinic", "office"):
         squad_file(test / f"{name}.json", topics=1, questions=4)
-    clients = load_clients([tmp_path / "*.json"], test=[test])
+    clients = load_clients([tmp_path / "*.json"], task="question-answering", test=[test])
     assert [(len(c.train), len(c.test)) for c in clients] == [(10, 4), (10, 4)]
     lines = [
         json.dumps({"site": site, "context": CONTEXT, "question": "Where?", "answers": "the salt"})
         for site in "ab" * 5
     ]
     (tmp_path / "all.jsonl").write_text("\n".join(lines))
-    assert [c.name for c in load_clients([tmp_path / "all.jsonl"], client_column="site")] == ["a", "b"]
+    found = load_clients([tmp_path / "all.jsonl"], task="question-answering", client_column="site")
+    assert [c.name for c in found] == ["a", "b"]
 
 
 def test_answers_at_the_wrong_place_are_moved_and_counted(tmp_path: Path) -> None:
     row = {"context": CONTEXT, "question": "?", "answers": [{"text": "The key", "answer_start": 23}]}
     (tmp_path / "a.json").write_text(json.dumps([row, row | {"answers": "the salt"}]))
     notes: list[str] = []
-    assert read_questions(tmp_path / "a.json", notes)[0].starts == (24,)
+    task = QuestionAnsweringSettings()
+    assert task.rows(task.read_records(tmp_path / "a.json"), notes=notes)[0].starts == (24,)
     assert len(notes) == 1 and "1 questions have answers that are not at their stated place" in notes[0]
 
 
@@ -187,10 +201,10 @@ def test_bad_json_names_its_place(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_missing_things_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"unknown SQuAD set 'squad2'; did you mean"):
-        read_squad("squad2")
+    with pytest.raises(UserError, match=r"unknown data set for question-answering 'squad2'; did you mean"):
+        load_clients(task="question-answering", dataset="squad2")
     with pytest.raises(UserError, match=r"train-v1\.1\.json: no such file"):
-        read_squad("squad", tmp_path)
+        read_squad("squad", tmp_path, [])
 
 
 def test_the_real_files(shared_data: Path) -> None:

@@ -29,7 +29,7 @@ from pf2lora.federation.protocol.messages import Malformed, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.run_status import ALIVE, SITES, Status, append_line, run_folder, write_status
 from pf2lora.federation.protocol.server import QuorumMissed, RoundRecord, ServerSession
-from pf2lora.run.trial import evaluation_rounds
+from pf2lora.run.evaluation import evaluation_rounds
 
 PERIOD = 0.05  # seconds between looks at the tasks
 FRESH = 30.0  # seconds within which a connected site was heard of
@@ -47,7 +47,7 @@ class FederationController(Controller):
         self.changed = threading.Condition()
         self.awaited: set[str] = set()  # sites with a standing hello
         self.returned: dict[str, object] = {}  # those that answered it, with their answer
-        self.status = Status("running", 0, self.plan.run.rounds)
+        self.status = Status("running", 0, self.plan.run.training.rounds)
         self.started = time.time()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
@@ -112,7 +112,7 @@ class FederationController(Controller):
         append_line(
             self.folder,
             f"run {plan.name!r}: {len(connected)} of {len(plan.sites)} sites, rounds {self.session.done + 1} to "
-            f"{plan.run.rounds}, deadline {plan.deadline:g} s, quorum {plan.quorum:g} of a round's sites",
+            f"{plan.run.training.rounds}, deadline {plan.deadline:g} s, quorum {plan.quorum:g} of a round's sites",
         )
         timeout = max(LOADING, plan.deadline)
         answers = self.exchange("hello", dict.fromkeys(connected, self.session.hello()), timeout)
@@ -184,8 +184,8 @@ class FederationController(Controller):
     def run_rounds(self) -> None:
         """The rounds that are left, and the end; or, where a lost site waits for a new job, the end of this one."""
         session, config = self.session, self.plan.run
-        measured = evaluation_rounds(config)
-        while session.done < config.rounds:
+        measured = evaluation_rounds(config.training)
+        while session.done < config.training.rounds:
             if self.take_back():
                 self.note("continue")
                 return
@@ -206,7 +206,7 @@ class FederationController(Controller):
         if self.abort.triggered:
             return
         session.finish(answers)
-        append_line(self.folder, f"run {self.plan.name!r} finished: {config.rounds} rounds")
+        append_line(self.folder, f"run {self.plan.name!r} finished: {config.training.rounds} rounds")
         self.note("finished")
 
     def report(self, record: RoundRecord) -> None:
@@ -218,8 +218,8 @@ class FederationController(Controller):
         answered = ", ".join(record["answered"])
         append_line(
             self.folder,
-            f"round {record['round']} of {self.plan.run.rounds}: {len(record['answered'])} answered ({answered}), "
-            f"{record['seconds']:.1f} s",
+            f"round {record['round']} of {self.plan.run.training.rounds}: {len(record['answered'])} answered "
+            f"({answered}), {record['seconds']:.1f} s",
         )
         self.note("running")
 

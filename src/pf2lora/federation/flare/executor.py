@@ -65,7 +65,7 @@ class SiteExecutor(Executor):
             dtype = dtype_named(self.plan.wire)
             allow_list = AllowList(setup.layout, setup.metrics, dtype)
             fl_ctx.set_prop(ALLOW_LIST, allow_list, private=True, sticky=True)
-            self.session = SiteSession(setup, folder, self.plan.run.steps, dtype)
+            self.session = SiteSession(setup, folder, self.plan.run.training.steps, dtype)
         self.problem = None
         return self.session
 

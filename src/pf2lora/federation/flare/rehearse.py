@@ -9,12 +9,11 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pf2lora import atomic
-from pf2lora.data.client import Client, TextRow
+from pf2lora.data.client import Client
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
 from pf2lora.federation.flare.processes import Kit, open_kit
@@ -24,8 +23,10 @@ from pf2lora.federation.protocol.names import site_names
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.site_setup import SITE_FILE
 from pf2lora.run import folder as run_folder
-from pf2lora.run.config import Config, to_dict, to_toml
-from pf2lora.run.trial import Workload
+from pf2lora.run.comparison import prepare
+from pf2lora.run.config import Config, to_toml
+from pf2lora.run.result import Result
+from pf2lora.run.workload import Workload
 
 FOLDER = "federation"
 LEAD = "lead@pf2lora.local"
@@ -35,20 +36,11 @@ ENDED = ("finished", "failed", "stopped")
 Tell = Callable[[str], None]
 
 
-def rehearse(
-    config: Config, out: Path, *, options: dict[str, Any], force: bool, tell: Tell
-) -> dict[str, Any]:
+def rehearse(config: Config, out: Path, *, options: dict[str, Any], force: bool, tell: Tell) -> Result:
     """Run `config` in a federation of its clients and leave a normal run folder. An unfinished one is resumed."""
-    from pf2lora.run.experiment import prepare
-
-    if len(config.method) != 1 or config.seeds != 1:
-        raise UserError("a federation runs one method with one seed")
     workload = prepare(config)
-    labels = tuple(getattr(workload.task, "labels", ()))
-    shared = {
-        k: v for k, v in to_dict(config).items() if k not in ("data", "model", "device", "trackers", "title")
-    }
-    plan = Plan("rehearsal", shared, config.method[0], site_names(workload.names), labels, **options)
+    labels = tuple(workload.task.labels)
+    plan = Plan.of(config, "rehearsal", site_names(workload.names), labels, **options)
     folder = out / FOLDER
     set_up(plan, workload, out, folder, force=force, tell=tell)
     server = open_kit(folder / "kits" / "server")
@@ -80,7 +72,7 @@ def set_up(plan: Plan, workload: Workload, out: Path, folder: Path, *, force: bo
             return
     run_folder.claim(out, force=force)
     shutil.rmtree(folder, ignore_errors=True)
-    run_folder.write_text(out / "config.toml", to_toml(workload.config))
+    atomic.write_text(out / "config.toml", to_toml(workload.config))
     project = Project("rehearsal", "localhost", plan.sites, port=processes.free_port(), lead=LEAD)
     kits = provision(project, folder / "kits")
     for client, site in zip(workload.clients, plan.sites):
@@ -100,26 +92,18 @@ def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> 
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("w", encoding="utf8") as lines:
             for row in part:
-                lines.write(json.dumps(written(row), ensure_ascii=False) + "\n")
+                lines.write(json.dumps(config.task.to_record(row), ensure_ascii=False) + "\n")
         data[key] = [str(file.resolve())]
-    if client.train and isinstance(client.train[0], TextRow):
-        data |= {"text": "text", "label": "label"}
-        data |= {"pair": "pair"} if client.train[0].pair is not None else {}
-    model = Path(config.model)
+    model = Path(config.model.name)
     own = {
         "name": client.name,
-        "model": str(model.resolve()) if model.exists() else config.model,
+        "model": str(model.resolve()) if model.exists() else config.model.name,
         "state": str((folder / "state").resolve()),
-        "device": config.device,
-        "precision": config.precision,
-        "data": data,
+        "device": config.model.device,
+        "precision": config.model.precision,
+        "data": data | config.task.record_columns(client.train),
     }
     atomic.write_text(kit / "local" / SITE_FILE, tomli_w.dumps(own))
-
-
-def written(row: Any) -> dict[str, Any]:
-    """A row as its line of a data file."""
-    return {k: v for k, v in asdict(row).items() if v is not None}
 
 
 def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> run_status.Status:

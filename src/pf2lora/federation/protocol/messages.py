@@ -91,20 +91,12 @@ def one_line(error: Exception) -> str:
     return "".join(c if c.isprintable() else "?" for c in line) or type(error).__name__
 
 
-def truncated(entry: Entry, rank: int | None) -> tuple[int, ...]:
-    """The shape of an entry's first `rank` rows (A) or columns (B); None is all of them."""
-    if rank is None or entry.kind == "head":
-        return entry.shape
-    rows, columns = entry.shape
-    return (min(rank, rows), columns) if entry.kind == "A" else (rows, min(rank, columns))
-
-
 def to_tensors(layout: Layout, common: Tensor, rank: int | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """The shared numbers `common (shared,)` as named tensors, truncated to `rank` (HETLoRA's r_k)."""
     sizes = [entry.size for entry in layout.shared_entries]
     pieces = torch.split(common.detach().cpu(), sizes) if sizes else ()
     return {
-        entry.name: cut(piece.view(entry.shape), truncated(entry, rank)).to(dtype).contiguous()
+        entry.name: cut(piece.view(entry.shape), entry.truncated(rank)).to(dtype).contiguous()
         for entry, piece in zip(layout.shared_entries, pieces)
     }
 
@@ -149,7 +141,7 @@ def check_tensors(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dt
     if rank == 0:
         raise Malformed("the common adapter is truncated to nothing")
     for name, entry in expected.items():
-        found, shape = tensors[name], truncated(entry, rank)
+        found, shape = tensors[name], entry.truncated(rank)
         if tuple(found.shape) != shape:
             raise Malformed(f"the tensor {name!r} has shape {tuple(found.shape)}, not {shape}")
         if found.dtype != dtype:

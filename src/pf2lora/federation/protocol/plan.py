@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pf2lora.errors import UserError, unknown
+from pf2lora.data.loading import columns_named_by
+from pf2lora.errors import UserError
 from pf2lora.federation.protocol.names import check_name, check_sites
-from pf2lora.run.config import Config, from_dict
+from pf2lora.methods import METHODS
+from pf2lora.run.config import Config, from_dict, to_dict
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,20 @@ class Plan:
             )
         if not self.norm_limit > 1:
             raise UserError(f"norm_limit is {self.norm_limit}; it is a multiple of the median norm, above 1")
-        from pf2lora.methods import METHODS  # not above: reading a status needs no torch
-
-        if self.method not in METHODS:
-            raise unknown("method", self.method, METHODS)
         if METHODS[self.method].pooled:
             raise UserError(
                 f"{self.method} pools everybody's data: it is no federation; run it with `pf2lora train`"
             )
+
+    @classmethod
+    def of(
+        cls, config: Config, name: str, sites: tuple[str, ...], labels: tuple[str, ...], **options: Any
+    ) -> Plan:
+        """The plan of a run: what all participants get of its config, without data, model and output."""
+        training = config.training
+        if len(training.method) != 1 or training.seeds != 1:
+            raise UserError("a federation runs one method with one seed")
+        return cls(name, shared_tables(config), training.method[0], sites, labels, **options)
 
     @property
     def run(self) -> Config:
@@ -73,3 +81,14 @@ class Plan:
         """The plan of `to_json`'s text, checked."""
         values = json.loads(text)
         return cls(**values | {"sites": tuple(values["sites"]), "labels": tuple(values["labels"])})
+
+
+def shared_tables(config: Config) -> dict[str, Any]:
+    """What all participants must have alike. Where a site's data and model lie, on which device it works and what its
+    columns are called is its own affair."""
+    tables = to_dict(config)
+    own = {"model": ("name", "device", "precision"), "task": columns_named_by(config.task)}
+    shared = {key: tables[key] for key in ("model", "adapter", "training", "task", "methods")}
+    return {
+        key: {k: v for k, v in table.items() if k not in own.get(key, ())} for key, table in shared.items()
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict
@@ -34,7 +34,7 @@ from pf2lora.federation.protocol.messages import (
 )
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import PROBLEMS
-from pf2lora.methods import METHODS
+from pf2lora.run.set_up import build_method
 
 MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds")  # between a run's beginning and its resumption
 
@@ -100,7 +100,10 @@ class ServerSession:
         """Who takes part in round `number` by the plan, present or not."""
         every = self.plan.sites
         return [
-            every[k] for k in participants(self.config.seed, number, len(every), self.config.participation)
+            every[k]
+            for k in participants(
+                self.config.training.seed, number, len(every), self.config.training.participation
+            )
         ]
 
     # --- requests -------------------------------------------------------------------------------------------
@@ -201,7 +204,7 @@ class ServerSession:
     def merge(self, sites: list[str], vectors: Mapping[str, Tensor]) -> None:
         """The method's own average of what these sites sent."""
         sizes = [self.sites[s]["train_rows"] for s in sites]
-        weights = merge_weights(sizes, self.config.weighting)
+        weights = merge_weights(sizes, self.config.training.weighting)
         self.common = self.known_method.merge(torch.stack([vectors[s] for s in sites]), weights)
 
     def beyond_norm_limit(self, vectors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -254,9 +257,7 @@ class ServerSession:
         for key, value in json.loads(json.dumps(plan)).items():
             old = before[key]
             if key == "config":
-                value, old = (
-                    {k: v for k, v in table.items() if k not in MAY_CHANGE} for table in (value, old)
-                )
+                value, old = (without(tables, MAY_CHANGE) for tables in (value, old))
             if key not in MAY_CHANGE and value != old:
                 raise UserError(
                     f"the run {self.plan.name!r} exists with another {key}: choose another --name"
@@ -318,9 +319,11 @@ def check_fits(site: str, facts: Mapping[str, Any], other: str, theirs: Mapping[
         )
 
 
+def without(tables: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A config's tables without the settings of these names."""
+    return {table: {k: v for k, v in values.items() if k not in names} for table, values in tables.items()}
+
+
 def server_method(plan: Plan, layout: Layout) -> Method:
     """The method as the server needs it: only `merge` is called, and it sees only what is shared."""
-    config, kind = plan.run, METHODS[plan.method]
-    own = set(kind.__dataclass_fields__) - {"layout", "ranks"}
-    settings = {k: v for k, v in config.methods.get(plan.method, {}).items() if k in own}
-    return kind(layout, **settings)  # type: ignore[arg-type]
+    return build_method(plan.run, plan.method, layout, len(plan.sites), ())

@@ -13,7 +13,6 @@ from pf2lora.engines.stepper import make_stepper
 from pf2lora.federation.protocol.checkpoints import Checkpoint, CheckpointFolder
 from pf2lora.federation.protocol.messages import Message, check_tensors, encode, to_flat, to_tensors
 from pf2lora.federation.protocol.site_setup import Scores, SiteSetup
-from pf2lora.methods.hetlora import Ranked
 
 
 class SiteSession:
@@ -77,10 +76,6 @@ class SiteSession:
         self.folder.save(self.latest)
         tensors = {}
         if leaves.numel():
-            tensors = to_tensors(setup.layout, leaves[0], sent_rank(state), self.dtype)
+            (rank,) = setup.method.ranks_of(state)  # only that part of x leaves
+            tensors = to_tensors(setup.layout, leaves[0], rank, self.dtype)
         return encode(answer, tensors)
-
-
-def sent_rank(state: State) -> int | None:
-    """HETLoRA's r_k: only that part of x leaves."""
-    return int(state.opt.rank[0]) if isinstance(state.opt, Ranked) else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,22 @@ import pf2lora
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Loss, Method, State, moved
 from pf2lora.data.client import Client
+from pf2lora.data.loading import columns_named_by, load_clients
 from pf2lora.data.per_client import check_name
-from pf2lora.data.spec import load
 from pf2lora.engines.batches import BatchSource
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.methods.hetlora import HetLoRA, initial_ranks
-from pf2lora.run import trial as trials
-from pf2lora.run.config import Config, convert, from_dict, merged, option_types, read_toml
+from pf2lora.run.config import Config, from_dict, merged, read_toml
+from pf2lora.run.evaluation import finite, measure, models_in_use
+from pf2lora.run.folder import save_client
+from pf2lora.run.set_up import Trial, set_up
+from pf2lora.run.workload import load_workload
+from pf2lora.settings import checked, setting, types_of
 
 SITE_FILE = "site.toml"
-FILES = ("clients", "test", "text", "pair", "label", "test_ratio", "limit")
-
+FILES = ("clients", "test", "test_ratio", "limit")  # of the run's data settings, those that are a site's own
 
 Scores = dict[str, float]
 """`rows` and, by metric, the score times the rows: counts and sums, nothing about a single example."""
@@ -60,20 +63,21 @@ class SiteFile:
     """What a site says about itself, to itself only. Paths are relative to the file. `name` is the client's name,
     where it is another than the site's."""
 
-    name: str = ""
-    model: str = ""
-    state: str = "state"
-    device: str = "auto"
-    precision: str = "float32"
+    name: str = setting("", "the client's name (default: the site's)")
+    model: str = setting("", "the base model's folder or hub name")
+    state: str = setting("state", "where the site keeps its state")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    precision: str = setting("float32", "precision of the base model")
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_site_file(path: Path) -> SiteFile:
-    """The site's own file, checked; an unknown key is named."""
+def read_site_file(path: Path, columns: Sequence[str] = ()) -> SiteFile:
+    """The site's own file, checked; an unknown key is named. `columns` are the run's task's settings that name columns
+    of data files: with the files themselves, they are what `[data]` may hold."""
     if not path.is_file():
         raise UserError(f"{path} is missing: it names this site's data, base model and state folder")
     values = read_toml(path)
-    known = option_types(SiteFile)
+    known = types_of(SiteFile)
     for key in values:
         if key not in (*known, "data"):
             raise UserError(f"{path}: {unknown('key', key, [*known, 'data'])}")
@@ -81,11 +85,11 @@ def read_site_file(path: Path) -> SiteFile:
     if not isinstance(data, dict):
         raise UserError(f"{path}: [data] must be a table")
     for key in data:
-        if key not in FILES:
-            raise UserError(f"{path}: [data] {unknown('key', key, FILES)}")
+        if columns and key not in (*FILES, *columns):
+            raise UserError(f"{path}: [data] {unknown('key', key, [*FILES, *columns])}")
     if "clients" not in data:
         raise UserError(f'{path}: [data] names no file; give clients = ["train.jsonl"]')
-    plain = {k: convert(v, known[k], f"{path}: {k}") for k, v in values.items() if k != "data"}
+    plain = checked(known, {k: v for k, v in values.items() if k != "data"}, str(path))
     found = SiteFile(**plain, data=data)
     if not found.model:
         raise UserError(f"{path}: model is missing; give the base model's folder or hub name")
@@ -102,21 +106,20 @@ def absolute(base: Path, value: str) -> str:
 
 def site_config(plan: Plan, file: Path) -> tuple[Config, SiteFile]:
     """The run's settings with this site's own data and model in them."""
-    own = read_site_file(file)
-    data = dict(own.data)
+    columns = columns_named_by(plan.run.task)
+    own = read_site_file(file, columns)
+    data = {key: value for key, value in own.data.items() if key in FILES}
     for key in ("clients", "test"):
         paths = [data[key]] if isinstance(data.get(key), str) else data.get(key, [])
         data[key] = [absolute(file.parent, p) for p in paths]
+    model = {"name": absolute(file.parent, own.model), "device": own.device, "precision": own.precision}
     here = {
-        "model": absolute(file.parent, own.model),
-        "device": own.device,
-        "precision": own.precision,
-        "method": [plan.method],
-        "seeds": 1,
+        "model": model,
+        "training": {"method": [plan.method], "seeds": 1},
+        "task": {key: value for key, value in own.data.items() if key in columns},
         "data": data,
     }
-    shared = {k: v for k, v in plan.config.items() if k != "data"}
-    return from_dict(merged(shared, here), str(file)), own
+    return from_dict(merged(plan.config, here), str(file)), own
 
 
 def state_folder(plan: Plan, file: Path) -> Path:
@@ -125,14 +128,11 @@ def state_folder(plan: Plan, file: Path) -> Path:
 
 
 def load_client(config: Config, plan: Plan, name: str) -> tuple[Client[Any], list[str]]:
-    """The site's rows, under the client's name: batches are drawn by name, so they are those of a local run."""
-    from pf2lora.run.experiment import TASKS
-
-    if config.task == "classification":
-        labels = list(plan.labels)
-        clients: list[Client[Any]] = list(load(config.data, config.seed, labels))
-    else:
-        clients, labels = TASKS[config.task].load(config)
+    """The site's rows, under the client's name: batches are drawn by name, so they are those of a local run. And the
+    labels: those that the plan names, or else the rows' own."""
+    agreed = list(plan.labels) or None
+    clients = load_clients(config.task, config.data, config.training.seed, labels=agreed)
+    labels = agreed or config.task.labels(clients)
     if len(clients) != 1:
         raise UserError(
             f"the site's data makes {len(clients)} clients; a site is one client: give it one file"
@@ -143,16 +143,14 @@ def load_client(config: Config, plan: Plan, name: str) -> tuple[Client[Any], lis
 def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     """Data, base model and method of a site. It sees nobody else's."""
     from pf2lora.adapters.base_model import fresh_parameters
-    from pf2lora.run.experiment import build_workload
 
     config, own = site_config(plan, file)
     client, labels = load_client(config, plan, own.name or site)
-    workload = build_workload(config, [client], labels)
+    workload = load_workload(config, clients=[client], labels=labels)
     base = workload.base
     fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
-    trial = trials.set_up(workload, plan.method, config.seed)
-    if isinstance(trial.method, HetLoRA):
-        trial = with_own_rank(trial, plan, site, client.name)
+    place = plan.sites.index(site), len(plan.sites)
+    trial = set_up(workload, plan.method, config.training.seed, place=place)
     named = hashlib.sha256(json.dumps(labels).encode()).hexdigest()
     facts = {
         "model": fingerprint,
@@ -165,18 +163,10 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
         "version": pf2lora.__version__,
     }
 
-    def measure(state: State, number: int) -> Scores:
-        x, y = trials.served_models(trial, state, number)
-        scores = trials.evaluate(workload, trial.model, x, y)
-        rows = len(client.test)
-        return {"rows": rows} | {n: v[0] * rows for n, v in scores.items() if v[0] is not None}
-
     def export(state: State, number: int) -> None:
-        from pf2lora.run.folder import save_client
-
-        x, y = trials.served_models(trial, state, number)
-        where = state_folder(plan, file)
-        save_client(where, trial.model, client.name, x[0], y[0], config.task, config.model)
+        x, y = models_in_use(trial, state, number)
+        kind, base_model = workload.task.peft_type, config.model.name
+        save_client(state_folder(plan, file), trial.model, client.name, x[0], y[0], kind, base_model)
 
     return SiteSetup(
         client.name,
@@ -184,22 +174,20 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
         trial.F,
         trial.source,
         moved(trial.state, workload.device),
-        measure,
+        partial(summed_scores, trial),
         facts,
         tuple(workload.task.metrics),
-        config.graphs,
+        config.model.graphs,
         export,
     )
 
 
-def with_own_rank(trial: trials.Trial, plan: Plan, site: str, client: str) -> trials.Trial:
-    """HETLoRA's first rank goes by the site's place among all sites, which a site alone cannot know."""
-    method = trial.method
-    assert isinstance(method, HetLoRA)
-    ranks = initial_ranks(len(plan.sites), method.r_min, trial.model.spec.rank)
-    method = replace(method, ranks=(ranks[plan.sites.index(site)],))
-    x, y = trial.model.initial(trial.seed, [client])
-    return replace(trial, method=method, state=method.init(x.to(trial.state.x), y.to(trial.state.y)))
+def summed_scores(trial: Trial, state: State, number: int) -> Scores:
+    """The site's scores with its state after round `number`."""
+    scores = measure(trial, *models_in_use(trial, state, number)).scores
+    rows = len(trial.workload.clients[0].test)
+    sums = {name: v * rows for name, (value,) in scores.items() if (v := finite(value)) is not None}
+    return {"rows": rows} | sums
 
 
 def model_settings(config: dict[str, Any]) -> dict[str, Any]:

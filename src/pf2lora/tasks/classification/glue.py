@@ -8,9 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pf2lora.data.client import TextRow
+from pf2lora.data.client import Pool
 from pf2lora.data.files import Record, read_tsv, require_column
-from pf2lora.errors import UserError, missing_extra, unknown
+from pf2lora.data.settings import DataSettings
+from pf2lora.errors import UserError, missing_extra
+from pf2lora.tasks.classification.rows import TextRow
+from pf2lora.tasks.settings import Dataset
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class GlueTask:
     metric: str
     hub: Layout  # `train` and `test` are names of splits
     folders: tuple[Layout, ...]
+    heterogeneity: float = 0.9  # the paper's
 
     def row(self, record: Record, layout: Layout) -> TextRow:
         """The record as a row. Texts are taken as they stand: a few of QQP's are empty."""
@@ -69,6 +73,7 @@ GLUE: dict[str, GlueTask] = {
             Layout("train.tsv", ("dev.tsv",), "sentence", "label", header=_COLA_HEADER),
             Layout("in_domain_train.tsv", _COLA_DEV, "sentence", "label", header=_COLA_HEADER),
         ),
+        heterogeneity=0.3,
     ),
     "sst2": GlueTask(
         "SST-2",
@@ -110,27 +115,12 @@ GLUE: dict[str, GlueTask] = {
 }
 
 
-@dataclass(frozen=True)
-class GlueData:
-    """Rows, and the records they were made from (a partition may go by another column, like MNLI's genre)."""
+def read_glue(name: str, folder: str | Path | None = None) -> Pool[TextRow]:
+    """The rows of a GLUE set, from a folder of its official files or else from the hub.
 
-    train: list[TextRow]
-    test: list[TextRow]
-    train_records: list[Record]
-    test_records: list[Record]
-
-
-def load_glue(name: str, folder: str | Path | None = None) -> tuple[list[TextRow], list[TextRow]]:
-    """(train rows, test rows) of a GLUE set, from a folder of its official files or else from the hub."""
-    data = read_glue(name, folder)
-    return data.train, data.test
-
-
-def read_glue(name: str, folder: str | Path | None = None) -> GlueData:
-    """As `load_glue`, with the records too."""
-    task = GLUE.get(name)
-    if task is None:
-        raise unknown("GLUE set", name, GLUE)
+    With their records: a partition may go by another column, like MNLI's genre.
+    """
+    task = GLUE[name]
     if folder is None:
         layout = task.hub
         train, test = (_from_hub(name, task, splits) for splits in ((layout.train,), layout.test))
@@ -138,12 +128,19 @@ def read_glue(name: str, folder: str | Path | None = None) -> GlueData:
         place, layout = _find(name, task, Path(folder))
         tests = [file for file in layout.test if (place / file).is_file() or file not in layout.optional]
         train, test = (_from_files(place, layout, files) for files in ((layout.train,), tests))
-    return GlueData(
-        [task.row(record, layout) for record in train],
-        [task.row(record, layout) for record in test],
-        train,
-        test,
-    )
+    train_rows, test_rows = ([task.row(record, layout) for record in part] for part in (train, test))
+    return Pool(train_rows, test_rows, train, test, task.labels)
+
+
+def _dataset(name: str) -> Dataset[TextRow]:
+    def read(data: DataSettings, seed: int, notes: list[str]) -> Pool[TextRow]:
+        return read_glue(name, data.data_dir)
+
+    task = GLUE[name]
+    return Dataset(task.title, read, heterogeneity=task.heterogeneity, metric=task.metric)
+
+
+DATASETS = {name: _dataset(name) for name in GLUE}
 
 
 def _find(name: str, task: GlueTask, folder: Path) -> tuple[Path, Layout]:

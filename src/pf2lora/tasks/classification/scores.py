@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+NO_ANSWER = -1  # equals no label, so that it counts as wrong
+
+
+def answers(logits: np.ndarray) -> np.ndarray:
+    """The most likely label of each row of logits; a row that is not finite is no answer, and no label of all."""
+    return np.where(np.isfinite(logits).all(1), logits.argmax(1), NO_ANSWER)
+
 
 def accuracy(gold: np.ndarray, found: np.ndarray) -> float:
     """The share of right answers."""
@@ -23,7 +30,7 @@ def matthews(gold: np.ndarray, found: np.ndarray) -> float | None:
 
 
 def log_loss(gold: np.ndarray, logits: np.ndarray) -> float:
-    """Mean cross-entropy of the right label."""
+    """Mean cross-entropy of the right label; not a number where an output is not."""
     shifted = logits - logits.max(1, keepdims=True)
     log_probability = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
     return float(-log_probability[np.arange(len(gold)), gold].mean())

@@ -14,9 +14,12 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
-from pf2lora.data.client import TextRow
 from pf2lora.engines.batches import Batch, Encoded
-from pf2lora.tasks.base import Metric, Scores, Task, pad_columns, predict_rows
+from pf2lora.tasks.base import Scores, Task, pad_columns, predict_rows
+from pf2lora.tasks.classification.rows import TextRow
+from pf2lora.tasks.classification.scores import accuracy, answers, log_loss, matthews
+from pf2lora.tasks.classification.settings import ClassificationSettings
+from pf2lora.tasks.settings import Metric
 
 METRICS = {
     "accuracy": Metric("accuracy"),
@@ -29,19 +32,21 @@ class Classification(Task[TextRow, np.ndarray]):
     """`labels` are the label names in the order of the model's outputs. A prediction is a row of logits."""
 
     name: ClassVar[str] = "classification"
+    peft_type: ClassVar[str | None] = "SEQ_CLS"
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         labels: Sequence[str],
+        settings: ClassificationSettings | None = None,
         *,
-        max_length: int = 128,
-        headline: str = "accuracy",
+        metric: str = "accuracy",
         evaluation_batch: int = 64,
     ) -> None:
-        self.tokenizer, self.labels, self.max_length = tokenizer, list(labels), max_length
+        self.tokenizer, self.labels = tokenizer, list(labels)
+        self.settings = settings or ClassificationSettings()
         self.evaluation_batch = evaluation_batch
-        self.metrics = {headline: METRICS[headline]} | METRICS
+        self.metrics = {metric: METRICS[metric]} | METRICS
 
     def load_model(self, name: str, dtype: torch.dtype) -> PreTrainedModel:
         model = load_model(
@@ -58,7 +63,9 @@ class Classification(Task[TextRow, np.ndarray]):
     def encode(self, clients: Sequence[Sequence[TextRow]], *, training: bool) -> Encoded:
         rows = [row for client in clients for row in client]
         pairs = [row.pair or "" for row in rows] if any(row.pair is not None for row in rows) else None
-        tokens = self.tokenizer([r.text for r in rows], pairs, truncation=True, max_length=self.max_length)
+        tokens = self.tokenizer(
+            [r.text for r in rows], pairs, truncation=True, max_length=self.settings.max_length
+        )
         number = {label: i for i, label in enumerate(self.labels)}
         labels = torch.tensor([number[row.label] for row in rows])
         return pad_columns(
@@ -86,11 +93,9 @@ class Classification(Task[TextRow, np.ndarray]):
         return predict_rows(answer, x, y, encoded, self.evaluation_batch, self.clients_per_pass)
 
     def score(self, predictions: Sequence[np.ndarray], rows: Sequence[TextRow]) -> Scores:
-        from pf2lora.tasks.classification.scores import accuracy, log_loss, matthews
-
         logits = np.stack(predictions)
         gold = np.array([self.labels.index(row.label) for row in rows])
-        found = logits.argmax(1)
+        found = answers(logits)
         values: Scores = {
             "accuracy": accuracy(gold, found),
             "matthews": matthews(gold, found),

@@ -13,27 +13,25 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pf2lora.data.client import Client
+from pf2lora.data.client import Pool
 from pf2lora.data.files import read_text
-from pf2lora.data.held_out import clients_by_group
+from pf2lora.data.settings import DataSettings
 from pf2lora.errors import UserError
 from pf2lora.tasks.generation.prompts import PromptRow, grouped
+from pf2lora.tasks.settings import Dataset
 
 TRAIN, TEST = "trainset.csv", "testset_w_refs.csv"
 ZIP = "e2e-dataset.zip"
-PAPER_CLIENTS = 8
 _NAMES = {"eatType": "Type", "priceRange": "price", "familyFriendly": "family friendly"}
 _SLOT = r"([^,\[\]]+)\[([^\]]+)\]"
 _MEANING = re.compile(rf"{_SLOT}(, {_SLOT})*")
 
 
-def load_e2e(path: str | Path, clients: int = PAPER_CLIENTS) -> list[Client[PromptRow]]:
-    """Clients by restaurant name; the names in a client's test rows are among those of its training rows.
-
-    Every reference of the training set is a row, as in LoRA's training; a test row has all its references.
-    """
-    train, test = read_e2e(path, TRAIN), grouped(read_e2e(path, TEST))
-    return clients_by_group(train, test, lambda row: row.group, clients)
+def pool(data: DataSettings, seed: int, notes: list[str]) -> Pool[PromptRow]:
+    """Every reference of the training set is a row, as in LoRA's training; a test row has all its references."""
+    if data.data_dir is None:
+        raise UserError("--dataset e2e needs --data-dir, the folder or archive of the official files")
+    return Pool(read_e2e(data.data_dir, TRAIN), grouped(read_e2e(data.data_dir, TEST)))
 
 
 def read_e2e(path: str | Path, file: str) -> list[PromptRow]:
@@ -97,3 +95,7 @@ def linearise(slots: dict[str, str]) -> str:
     """As in LoRA's files, which have spaces around £ and - in values."""
     spaced = {name: " ".join(re.sub(r"([£-])", r" \1 ", value).split()) for name, value in slots.items()}
     return " | ".join(f"{_NAMES.get(name, name)} : {value}" for name, value in spaced.items())
+
+
+# Clients by restaurant name; the names in a client's test rows are among those of its training rows.
+DATASETS = {"e2e": Dataset("E2E", pool, partition="even-groups", metric="e2e")}

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pf2lora.data.client import Client
-from pf2lora.data.files import Record, choose_column, columns_of, expand_paths, read_records, read_text
-from pf2lora.data.held_out import clients_of
-from pf2lora.data.per_client import records_per_client
+from pf2lora.data.files import Record, choose_column, columns_of, read_records, read_text
 from pf2lora.errors import UserError
 
 PROMPT_COLUMNS = ("prompt", "input", "source", "instruction", "mr", "context")
@@ -72,32 +69,6 @@ def rows_of(records: Sequence[Record], columns: Columns) -> list[PromptRow]:
     for name, flag in ((columns.prompt, "--prompt"), (columns.target, "--target")):
         choose_column(there, name, (), records[0].file, flag)
     return [columns.row(record) for record in records]
-
-
-def load_clients(
-    paths: Sequence[str | Path],
-    *,
-    prompt: str | None = None,
-    target: str | None = None,
-    client_column: str | None = None,
-    test: Sequence[str | Path] = (),
-    test_ratio: float = 0.2,
-    seed: int = 0,
-) -> list[Client[PromptRow]]:
-    """All clients from files: one file per client, or any files with a column that names the client.
-
-    Test rows come from `test` files (same stems, or same client column), else they are a seeded `test_ratio` of
-    each client's rows.
-    """
-    train = records_per_client(expand_paths(paths), client_column)
-    columns = choose_columns(next(iter(train.values())), prompt, target)
-    held_out = records_per_client(expand_paths(test), client_column) if test else None
-    return clients_of(
-        {name: rows_of(records, columns) for name, records in train.items()},
-        {name: rows_of(records, columns) for name, records in held_out.items()} if held_out else None,
-        test_ratio,
-        seed,
-    )
 
 
 def read_prompts(path: str | Path, column: str | None = None) -> list[str]:

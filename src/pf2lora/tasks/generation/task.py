@@ -28,13 +28,15 @@ from transformers import (
 from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
-from pf2lora.errors import UserError, unknown
-from pf2lora.tasks.base import Example, Examples, Metric, Scores, Task, pad_columns, predict_rows
+from pf2lora.errors import UserError
+from pf2lora.tasks.base import Example, Examples, Scores, Task, pad_columns, predict_rows
 from pf2lora.tasks.generation import scores as nlg
 from pf2lora.tasks.generation.java import one_meteor
 from pf2lora.tasks.generation.prompts import PromptRow
+from pf2lora.tasks.generation.settings import GenerationSettings
+from pf2lora.tasks.settings import Metric
 
-SCORERS: dict[str, tuple[Callable[[Sequence[str], nlg.References], nlg.Scores], tuple[str, ...]]] = {
+SCORES: dict[str, tuple[Callable[[Sequence[str], nlg.References], nlg.Scores], tuple[str, ...]]] = {
     "e2e": (nlg.e2e_scores, nlg.E2E_METRICS),
     "webnlg": (nlg.webnlg_scores, nlg.WEBNLG_METRICS),
 }
@@ -50,25 +52,6 @@ LOSSES = {
     "loss": Metric("test loss", higher_is_better=False, percent=False),
     "perplexity": Metric("perplexity", higher_is_better=False, percent=False),
 }
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How text is generated. The defaults are the LoRA paper's for WebNLG; its length penalty for E2E is 0.9.
-
-    `beams` 1 is greedy. `no_repeat_ngram` forbids to repeat that many tokens of the generated text (0: allowed);
-    as in LoRA and unlike transformers' own option, the prompt may be repeated.
-    """
-
-    beams: int = 10
-    length_penalty: float = 0.8
-    no_repeat_ngram: int = 4
-    max_new_tokens: int = 64
-
-    def __post_init__(self) -> None:
-        for name, least in (("beams", 1), ("no_repeat_ngram", 0), ("max_new_tokens", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
 
 class Continuation(NamedTuple):
@@ -87,36 +70,30 @@ class PromptExamples(Examples):
 
 
 class Generation(Task[PromptRow, Continuation]):
-    """`max_length` counts the tokens of prompt, separator, target and end of text together.
-
-    `separator` stands between prompt and target: by default the beginning-of-text token (GPT-2's is its end-of-text
+    """The separator between prompt and target is by default the beginning-of-text token (GPT-2's is its end-of-text
     token), as in LoRA. `scores` chooses the metrics of generated text: "e2e" or "webnlg".
     """
 
     name: ClassVar[str] = "generation"
+    peft_type: ClassVar[str | None] = "CAUSAL_LM"
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
+        settings: GenerationSettings | None = None,
         *,
-        max_length: int = 512,
-        separator: str | None = None,
-        decoding: Decoding | None = None,
         scores: str = "e2e",
         evaluation_batch: int = 16,
         generation_batch: int = 8,
     ) -> None:
-        if scores not in SCORERS:
-            raise unknown("kind of scores", scores, SCORERS)
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-text token, so a generated text would never end")
-        self.tokenizer, self.max_length = tokenizer, max_length
+        self.tokenizer, self.settings = tokenizer, settings or GenerationSettings()
         self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.decoding = decoding or Decoding()
-        self.scorer, names = SCORERS[scores]
+        self.scorer, names = SCORES[scores]
         self.metrics = {name: TEXT_METRICS[name] for name in names} | LOSSES
         self.evaluation_batch, self.generation_batch = evaluation_batch, generation_batch
-        self.separator = self._separator(separator)
+        self.separator = self._separator(self.settings.separator)
 
     def _separator(self, text: str | None) -> list[int]:
         if text is not None:
@@ -127,11 +104,11 @@ class Generation(Task[PromptRow, Continuation]):
     def load_model(self, name: str, dtype: torch.dtype) -> PreTrainedModel:
         model = load_model(AutoModelForCausalLM, name, dtype)
         longest = getattr(model.config, "max_position_embeddings", None)
-        needed = self.max_length + self.decoding.max_new_tokens
-        if longest is not None and needed > longest:
+        length, new = self.settings.max_length, self.settings.max_new_tokens
+        if longest is not None and length + new > longest:
             raise UserError(
-                f"max_length {self.max_length} and max_new_tokens {self.decoding.max_new_tokens} are {needed} tokens, "
-                f"but the model takes {longest}: lower one of them"
+                f"max_length {length} and max_new_tokens {new} are {length + new} tokens, but the model takes "
+                f"{longest}: lower one of them"
             )
         model.config.pad_token_id = self.pad
         return model
@@ -148,7 +125,7 @@ class Generation(Task[PromptRow, Continuation]):
         targets = iter(self._target_tokens([target for row in rows for target in row.targets]))
         for row, prompt, owner, number in zip(rows, prompts, owners, numbers):
             for target in [next(targets) for _ in row.targets]:
-                room = self.max_length - len(prompt)
+                room = self.settings.max_length - len(prompt)
                 if room < 2:  # not even one token of the target and the end of text
                     continue
                 cut += len(target) > room
@@ -183,12 +160,12 @@ class Generation(Task[PromptRow, Continuation]):
 
     def _prompt_columns(self, prompts: list[list[int]], sizes: list[int]) -> Encoded:
         """Prompts that fill the window are cut at the left: what they ask for usually stands at the end."""
-        room = self.max_length - 1
+        room = self.settings.max_length - 1
         return pad_columns({"input_ids": [ids[-room:] for ids in prompts]}, self.pad, {}, sizes)
 
     def _report(self, prompts: list[list[int]], cut: int, sizes: list[int], training: bool) -> None:
         part = "training" if training else "test"
-        full = sum(len(ids) > self.max_length - 2 for ids in prompts)
+        full = sum(len(ids) > self.settings.max_length - 2 for ids in prompts)
         if full:
             consequence = (
                 "they are left out of training"
@@ -196,17 +173,17 @@ class Generation(Task[PromptRow, Continuation]):
                 else "they have no loss, and their text follows the prompt's last part"
             )
             self.note(
-                f"{full} of {len(prompts)} {part} prompts fill the window of {self.max_length} tokens "
+                f"{full} of {len(prompts)} {part} prompts fill the window of {self.settings.max_length} tokens "
                 f"(max_length): {consequence}"
             )
         if cut:
             self.note(
-                f"{cut} {part} targets are cut to fit the window of {self.max_length} tokens (max_length)"
+                f"{cut} {part} targets are cut to fit the window of {self.settings.max_length} tokens (max_length)"
             )
         for k, size in enumerate(sizes):
             if training and not size:
                 raise UserError(
-                    f"all prompts of client number {k + 1} fill the window of {self.max_length} tokens: "
+                    f"all prompts of client number {k + 1} fill the window of {self.settings.max_length} tokens: "
                     f"a larger max_length is needed"
                 )
 
@@ -258,18 +235,18 @@ class Generation(Task[PromptRow, Continuation]):
         """What each client's model writes after each of its prompts, all clients together."""
         tokens = self._prompt_tokens([prompt for client in prompts for prompt in client])
         for ids in tokens:
-            if len(ids) >= self.max_length:
+            if len(ids) >= self.settings.max_length:
                 raise UserError(
-                    f"a prompt has {len(ids)} tokens and fills the window of {self.max_length} (max_length): "
+                    f"a prompt has {len(ids)} tokens and fills the window of {self.settings.max_length} (max_length): "
                     f"shorten it"
                 )
         return self._continue(model, x, y, self._prompt_columns(tokens, [len(client) for client in prompts]))
 
     def _continue(self, model: TwoLevelModel, x: Tensor, y: Tensor, prompts: Encoded) -> list[list[str]]:
         config = GenerationConfig(
-            max_new_tokens=self.decoding.max_new_tokens,
-            num_beams=self.decoding.beams,
-            length_penalty=self.decoding.length_penalty,
+            max_new_tokens=self.settings.max_new_tokens,
+            num_beams=self.settings.beams,
+            length_penalty=self.settings.length_penalty,
             do_sample=False,
             repetition_penalty=1.0,
             eos_token_id=self.tokenizer.eos_token_id,
@@ -279,8 +256,8 @@ class Generation(Task[PromptRow, Continuation]):
         def answer(x: Tensor, y: Tensor, batch: Batch) -> list[str]:
             ids, mask = left_padded(batch.tensors["input_ids"], batch.tensors["attention_mask"], self.pad)
             processors = LogitsProcessorList()
-            if self.decoding.no_repeat_ngram:
-                processors.append(NoRepeatInText(self.decoding.no_repeat_ngram, ids.shape[1]))
+            if self.settings.no_repeat_ngram:
+                processors.append(NoRepeatInText(self.settings.no_repeat_ngram, ids.shape[1]))
             with model.bound(x, y) as base:
                 found = base.generate(  # type: ignore[operator]
                     input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors

@@ -11,28 +11,24 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
-from pf2lora.data.client import Client
-from pf2lora.data.held_out import clients_by_group
+from pf2lora.data.client import Pool
+from pf2lora.data.settings import DataSettings
 from pf2lora.errors import UserError
 from pf2lora.tasks.generation.prompts import PromptRow
+from pf2lora.tasks.settings import Dataset
 
 PARTS = ("train", "dev", "test")
 TEST_FILE = "testdata_with_lex.xml"
-PAPER_CLIENTS = 8
 
 
-def load_webnlg(
-    path: str | Path, clients: int = PAPER_CLIENTS, notes: list[str] | None = None
-) -> list[Client[PromptRow]]:
-    """Clients by category, the same categories in training and test.
-
-    Every text of the training set is a row, as in LoRA's training; a test row has all its references. The test
-    set's five categories that nobody trains on are left out, as in the paper; `notes` says how many rows they are.
-    """
-    notes = [] if notes is None else notes
-    entries = read_webnlg(path, "train", notes)
+def pool(data: DataSettings, seed: int, notes: list[str]) -> Pool[PromptRow]:
+    """Every text of the training set is a row, as in LoRA's training; a test row has all its references. The test
+    set's five categories that nobody trains on are left out, as in the paper; `notes` says how many rows they are."""
+    if data.data_dir is None:
+        raise UserError("--dataset webnlg needs --data-dir, the folder or archive of the official files")
+    entries = read_webnlg(data.data_dir, "train", notes)
     train = [PromptRow(row.prompt, (target,), row.group) for row in entries for target in row.targets]
-    everything = read_webnlg(path, "test", notes)
+    everything = read_webnlg(data.data_dir, "test", notes)
     seen = {row.group for row in train}
     test = [row for row in everything if row.group in seen]
     if len(test) < len(everything):
@@ -41,7 +37,7 @@ def load_webnlg(
             f"WebNLG: {len(everything) - len(test)} test entries of categories that are not in the training set "
             f"({', '.join(unseen)}) are left out"
         )
-    return clients_by_group(train, test, lambda row: row.group, clients)
+    return Pool(train, test)
 
 
 def read_webnlg(path: str | Path, part: str, notes: list[str] | None = None) -> list[PromptRow]:
@@ -126,3 +122,7 @@ def _triple(text: str, where: str) -> tuple[str, str, str]:
 def linearise(triples: list[tuple[str, str, str]]) -> str:
     """As LoRA's conversion of the WebNLG data does."""
     return " | ".join(" : ".join(triple) for triple in triples)
+
+
+# Clients by category, the same categories in training and test.
+DATASETS = {"webnlg": Dataset("WebNLG", pool, partition="even-groups", metric="webnlg")}

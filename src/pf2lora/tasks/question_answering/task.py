@@ -21,9 +21,15 @@ from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
 from pf2lora.errors import UserError
-from pf2lora.tasks.base import Example, Examples, Metric, Scores, Task, pad_columns, predict_rows
+from pf2lora.tasks.base import Example, Examples, Scores, Task, pad_columns, predict_rows
+from pf2lora.tasks.question_answering.rows import QuestionRow
 from pf2lora.tasks.question_answering.scores import exact_match, f1
-from pf2lora.tasks.question_answering.squad import QuestionRow
+from pf2lora.tasks.question_answering.settings import (
+    ANSWERABLE,
+    UNANSWERABLE,
+    QuestionAnsweringSettings,
+)
+from pf2lora.tasks.settings import Metric
 
 METRICS = {
     "f1": Metric("F1"),
@@ -34,28 +40,7 @@ NO_ANSWER_METRICS = {
     "answerable_f1": Metric("F1, answerable"),
     "unanswerable_f1": Metric("F1, unanswerable"),
 }
-ANSWERABLE, UNANSWERABLE = "answer", "no answer"
 SHORTEST_STEP = 16  # tokens by which a window moves on, at least
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How contexts are read and answers are picked.
-
-    `stride` tokens are shared by neighbouring windows. An answer has at most `max_answer_tokens`, and the `n_best`
-    best ones are kept. Where questions may have no answer, none is given if its probability is above
-    `no_answer_threshold`.
-    """
-
-    stride: int = 128
-    n_best: int = 20
-    max_answer_tokens: int = 30
-    no_answer_threshold: float = 0.5
-
-    def __post_init__(self) -> None:
-        for name, least in (("stride", 0), ("n_best", 1), ("max_answer_tokens", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
 
 class Answer(NamedTuple):
@@ -90,44 +75,41 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
     """`no_answers` says whether questions may be without an answer, as in SQuAD v2."""
 
     name: ClassVar[str] = "question-answering"
+    peft_type: ClassVar[str | None] = "QUESTION_ANS"
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
+        settings: QuestionAnsweringSettings | None = None,
         *,
-        max_length: int = 384,
         no_answers: bool = False,
-        reading: Reading | None = None,
         evaluation_batch: int = 32,
     ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
                 "question answering needs a fast tokenizer, which knows where its tokens stand in the text"
             )
-        self.tokenizer, self.max_length, self.no_answers = tokenizer, max_length, no_answers
-        self.reading = reading or Reading()
+        self.tokenizer, self.no_answers = tokenizer, no_answers
+        self.labels = [ANSWERABLE, UNANSWERABLE] if no_answers else [ANSWERABLE]
+        self.settings = settings or QuestionAnsweringSettings()
+        max_length, stride = self.settings.max_length, self.settings.stride
         self.evaluation_batch = evaluation_batch
         self.metrics = METRICS | (NO_ANSWER_METRICS if no_answers else {})
         special = tokenizer.num_special_tokens_to_add(pair=True)
-        room = max_length - special - self.reading.stride - SHORTEST_STEP
+        room = max_length - special - stride - SHORTEST_STEP
         if room < 1:
             raise UserError(
-                f"max_length {max_length} leaves no room for a question beside a stride of {self.reading.stride} "
+                f"max_length {max_length} leaves no room for a question beside a stride of {stride} "
                 f"tokens: a longer max_length or a shorter stride is needed"
             )
         self.question_room = room
-
-    @property
-    def labels(self) -> list[str]:
-        """What a question can have; a saved run remembers it."""
-        return [ANSWERABLE, UNANSWERABLE] if self.no_answers else [ANSWERABLE]
 
     def load_model(self, name: str, dtype: torch.dtype) -> PreTrainedModel:
         model = load_model(AutoModelForQuestionAnswering, name, dtype)
         limits = (getattr(model.config, "max_position_embeddings", None), self.tokenizer.model_max_length)
         longest = min(limit for limit in limits if limit)
-        if self.max_length > longest:
-            raise UserError(f"max_length is {self.max_length}, but the model takes {longest} tokens")
+        if self.settings.max_length > longest:
+            raise UserError(f"max_length is {self.settings.max_length}, but the model takes {longest} tokens")
         return model
 
     # --- rows to tokens ----------------------------------------------------------------------------------
@@ -138,8 +120,8 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
             self._fitting([row.question.strip() for row in rows], training),
             [row.context for row in rows],
             truncation="only_second",
-            max_length=self.max_length,
-            stride=self.reading.stride,
+            max_length=self.settings.max_length,
+            stride=self.settings.stride,
             return_overflowing_tokens=True,
             return_offsets_mapping=True,
         )
@@ -221,7 +203,7 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
         def answer(x: Tensor, y: Tensor, batch: Batch) -> list[Window]:
             start, end = self.logits(model, x, y, batch)
             losses = window_losses(start, end, batch)
-            spans = best_spans(start, end, batch, self.reading)
+            spans = best_spans(start, end, batch, self.settings)
             cls = batch.tensors["cls"].unsqueeze(1)
             null = (start.gather(1, cls) + end.gather(1, cls)).squeeze(1)
             return [Window(*each) for each in zip(null.tolist(), spans, losses.tolist())]
@@ -241,12 +223,12 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
             for score, first, last in window.spans:
                 place = int(offsets[first][0]), int(offsets[last][1])
                 spans[place] = max(score, spans.get(place, -np.inf))
-        ranked = sorted(spans.items(), key=lambda item: -item[1])[: self.reading.n_best]
+        ranked = sorted(spans.items(), key=lambda item: -item[1])[: self.settings.n_best]
         null = min(window.null for window, _ in windows)
         lead = null - ranked[0][1] if ranked else np.inf
         probability = float(1 / (1 + np.exp(-np.clip(lead, -500, 500))))
         n_best = tuple((context[begin:end].strip(), score) for (begin, end), score in ranked)
-        silent = not n_best or (self.no_answers and probability > self.reading.no_answer_threshold)
+        silent = not n_best or (self.no_answers and probability > self.settings.no_answer_threshold)
         loss = sum(window.loss for window, _ in windows) / len(windows)
         return Answer("" if silent else n_best[0][0], probability, loss, n_best)
 
@@ -286,17 +268,17 @@ def window_losses(start: Tensor, end: Tensor, batch: Batch) -> Tensor:
 
 
 def best_spans(
-    start: Tensor, end: Tensor, batch: Batch, reading: Reading
+    start: Tensor, end: Tensor, batch: Batch, settings: QuestionAnsweringSettings
 ) -> list[list[tuple[float, int, int]]]:
     """Each window's best spans of the context, best first: (score, first token, last token)."""
     at = torch.arange(start.shape[1], device=start.device)
     low, high = (batch.tensors[name].unsqueeze(1) for name in ("context_start", "context_end"))
     outside = (at < low) | (at >= high)
-    longest = reading.max_answer_tokens
+    longest = settings.max_answer_tokens
     starts = start.masked_fill(outside, -torch.inf)
     ends = pad(end.masked_fill(outside, -torch.inf), (0, longest - 1), value=-torch.inf).unfold(1, longest, 1)
     scores = (starts.unsqueeze(2) + ends).flatten(1)  # every start with every length
-    best, index = scores.topk(min(reading.n_best, scores.shape[1]))
+    best, index = scores.topk(min(settings.n_best, scores.shape[1]))
     first = index // longest
     return [
         [span for span in zip(*window) if span[0] > -torch.inf]

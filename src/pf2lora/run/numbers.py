@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pf2lora.tasks.settings import Metric
 
 MINUS = "−"  # a true minus, as wide as the plus it stands under
 
 
-def score(value: float | None, metric: dict[str, Any], signed: bool = False) -> str:
-    """A score with two decimals in per cent, or three on its own scale."""
+def score(value: float | None, metric: Metric, signed: bool = False, digits: int | None = None) -> str:
+    """A score with two decimals in per cent, or three on its own scale, or `digits` of them."""
     if value is None:
         return "–"
-    digits = 2 if metric["percent"] else 3
-    shown = f"{value * (100 if metric['percent'] else 1):{'+' if signed else ''}.{digits}f}"
+    if digits is None:
+        digits = 2 if metric.percent else 3
+    shown = f"{value * (100 if metric.percent else 1):{'+' if signed else ''}.{digits}f}"
     return shown.replace("-", MINUS)
 
 

@@ -1,0 +1,175 @@
+"""The clients that a run's data settings describe, for any task: files or a data set in, clients with rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pf2lora.core.streams import numpy_generator
+from pf2lora.data.client import Client, Pool
+from pf2lora.data.files import Record, expand_paths, natural_order
+from pf2lora.data.per_client import check_same_clients, records_per_client
+from pf2lora.data.settings import DataSettings
+from pf2lora.data.sharing import PARTITIONS, share_out
+from pf2lora.data.split import MINIMUM_ROWS, split_rows, subsample
+from pf2lora.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from pf2lora.tasks.settings import TaskSettings
+
+Row = TypeVar("Row")
+DEFAULT_PARTITION, DEFAULT_CLIENTS, DEFAULT_HETEROGENEITY = "heterogeneity", 8, 0.9
+
+
+def load_clients(
+    task: TaskSettings[Row],
+    data: DataSettings,
+    seed: int,
+    *,
+    labels: Sequence[str] | None = None,
+    notes: list[str] | None = None,
+) -> list[Client[Row]]:
+    """The clients. The same settings and seed give the same clients, row for row.
+
+    `labels` are those agreed on beforehand, for one who sees only some clients (a site of a federation); without, they
+    are those of the training rows. What the user should know is added to `notes`.
+    """
+    notes = [] if notes is None else notes
+    data = filled_in(task, data)
+    test_records: dict[str, list[Record]] = {}
+    if data.dataset is not None:
+        pool = task.datasets[data.dataset].read(data, seed, notes)
+        clients = share_out(pool, task.partition_key, data, seed)
+    elif data.partition is not None:
+        clients = share_out(pooled_files(task, data, seed, notes), task.partition_key, data, seed)
+    else:
+        clients, test_records = from_files(task, data, seed, notes)
+    if data.limit is not None:
+        clients = [limited(task, client, data.limit, seed) for client in clients]
+    task.check(clients, task.labels(clients) if labels is None else labels, test_records)
+    return clients
+
+
+def filled_in(task: TaskSettings[Any], data: DataSettings) -> DataSettings:
+    """The settings, checked, with what was left open as the data set's paper has it."""
+    check(task, data)
+    if data.dataset is None and data.partition is None:
+        return data
+    known = task.datasets.get(data.dataset or "")
+    rule = data.partition or (known.partition if known else DEFAULT_PARTITION)
+    counted = rule not in ("column", "groups")  # there, values or groups say how many clients there are
+    return replace(
+        data,
+        partition=rule,
+        num_clients=data.num_clients
+        or ((known.num_clients if known else DEFAULT_CLIENTS) if counted else None),
+        heterogeneity=(known.heterogeneity if known else DEFAULT_HETEROGENEITY)
+        if data.heterogeneity is None
+        else data.heterogeneity,
+    )
+
+
+def check(task: TaskSettings[Any], data: DataSettings) -> None:
+    """Choices that contradict each other are errors: none of them is silently left out."""
+    sets = ", ".join(task.datasets) or "none"
+    if bool(data.clients) == (data.dataset is not None):
+        raise UserError(
+            f"data comes from files (--clients FILES…) or from a data set (--dataset NAME): give one "
+            f"({task.name} knows {sets})"
+        )
+    if data.dataset is not None and data.dataset not in task.datasets:
+        raise unknown(f"data set for {task.name}", data.dataset, task.datasets)
+    if data.partition is not None and data.partition not in PARTITIONS:
+        raise unknown("partition", data.partition, PARTITIONS)
+    own_files: dict[str, Any] = {"--test": data.test, "--client-column": data.client_column}
+    own_files |= {f"--{name.replace('_', '-')}": getattr(task, name) for name in columns_named_by(task)}
+    for flag, value in own_files.items():
+        if value and data.dataset is not None:
+            raise UserError(f"{flag} is for your own files, not for --dataset {data.dataset}")
+    if data.data_dir is not None and data.dataset is None:
+        raise UserError("--data-dir is the folder of a data set: name the set with --dataset")
+    if data.client_column is not None and data.partition is not None:
+        raise UserError("--client-column and --partition both say who gets what: give one")
+    if data.partition in ("column", "groups") and data.partition_column is None:
+        raise UserError(f"--partition {data.partition} needs --partition-column, the column to go by")
+    if data.partition_column is not None and data.partition not in ("column", "groups"):
+        raise UserError("--partition-column is for --partition column or groups")
+    if bool(data.groups) != (data.partition == "groups"):
+        raise UserError("--partition groups and --groups name=value,value … go together")
+    as_given = data.dataset is None and data.partition is None
+    if data.num_clients is not None and (data.partition == "groups" or as_given):
+        raise UserError("--num-clients: the number of clients is given already, by the files or the groups")
+    if data.heterogeneity is not None and as_given:
+        raise UserError("--heterogeneity is for pooled rows: files are shared out as they are given")
+
+
+def columns_named_by(task: TaskSettings[Any]) -> list[str]:
+    """The task's settings that name columns of a user's files."""
+    from pf2lora.settings import settings_of
+
+    return [name for name, field in settings_of(type(task)).items() if field.metadata["column"]]
+
+
+def from_files(
+    task: TaskSettings[Row], data: DataSettings, seed: int, notes: list[str]
+) -> tuple[list[Client[Row]], dict[str, list[Record]]]:
+    """One client per file, or per value of the client column, and the records of the test rows, where they have files
+    of their own; else a seeded part of each client's rows is held out."""
+    train = records_per_client(expand_paths(data.clients), data.client_column, task.read_records)
+    first = next(iter(train.values()))
+    for name, records in train.items():
+        if len(records) < MINIMUM_ROWS:
+            raise UserError(
+                f"{records[0].file}: client {name!r} has {len(records)} rows; at least {MINIMUM_ROWS} are needed"
+            )
+    rows = {name: task.rows(records, first, notes) for name, records in train.items()}
+    if not data.test:
+        return [split_client(task, name, own, data.test_ratio, seed) for name, own in rows.items()], {}
+    held_out = records_per_client(expand_paths(data.test), data.client_column, task.read_records)
+    check_same_clients(train, held_out)
+    clients = [Client(name, own, task.rows(held_out[name], first, notes)) for name, own in rows.items()]
+    return clients, held_out
+
+
+def split_client(
+    task: TaskSettings[Row], name: str, rows: Sequence[Row], test_ratio: float, seed: int
+) -> Client[Row]:
+    """A client with a part of its rows held out, drawn by its name: who else takes part does not change it."""
+    keys = [task.split_key(row) for row in rows]
+    return Client(name, *split_rows(rows, keys, test_ratio, numpy_generator(seed, "split", name)))
+
+
+def pooled_files(task: TaskSettings[Row], data: DataSettings, seed: int, notes: list[str]) -> Pool[Row]:
+    """All rows of all files, to be shared out by a rule."""
+    records = [record for path in expand_paths(data.clients) for record in task.read_records(path)]
+    rows = task.rows(records, None, notes)
+    if data.test:
+        held_out = [record for path in expand_paths(data.test) for record in task.read_records(path)]
+        test = task.rows(held_out, records, notes)
+    else:
+        keys = [task.split_key(row) for row in rows]
+        left, out = split_rows(
+            list(zip(rows, records)), keys, data.test_ratio, numpy_generator(seed, "split")
+        )
+        rows, records = [row for row, _ in left], [record for _, record in left]
+        test, held_out = [row for row, _ in out], [record for _, record in out]
+    order = tuple(natural_order(task.partition_key(row) for row in rows + test))
+    return Pool(rows, test, records, held_out, order)
+
+
+def limited(task: TaskSettings[Row], client: Client[Row], limit: int, seed: int) -> Client[Row]:
+    """At most `limit` training rows."""
+    keys = [task.split_key(row) for row in client.train]
+    return replace(
+        client, train=subsample(client.train, keys, limit, numpy_generator(seed, "limit", client.name))
+    )
+
+
+def read_rows(task: TaskSettings[Row], file: Path, labels: Sequence[str]) -> list[Row]:
+    """The rows of one more file, as they are: to measure on, or of a newcomer."""
+    records = task.read_records(file)
+    rows = task.rows(records)
+    task.check([Client(file.stem, [], rows)], labels, {file.stem: records})
+    return rows

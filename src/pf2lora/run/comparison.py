@@ -1,0 +1,151 @@
+"""A run, top to bottom: every method with every seed on the same clients, one result."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+import pf2lora
+from pf2lora.core.randomness import participants
+from pf2lora.errors import UserError
+from pf2lora.methods import METHODS
+from pf2lora.run import trial as trials
+from pf2lora.run.config import Config, to_dict
+from pf2lora.run.progress import track
+from pf2lora.run.result import ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
+from pf2lora.run.set_up import check_methods, schedule_of, set_up
+from pf2lora.run.trial import Outcome
+from pf2lora.run.workload import Workload, load_workload
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """What is told about a run while it goes on."""
+
+    on_round: Callable[[str, int, RoundRecord], None] = lambda method, seed, record: None
+    on_outcome: Callable[[str, int, Outcome], None] = lambda method, seed, outcome: None
+    on_note: Callable[[str], None] = lambda line: None
+
+
+def prepare(config: Config) -> Workload:
+    """Data, tokens and the frozen base model, and every method set up once: what is wrong is said before training."""
+    schedule_of(config, config.training.seed)
+    names = [METHODS[name].name for name in config.training.method]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"two methods are called {twice[0]!r}; each needs a name of its own")
+    workload = load_workload(config)
+    check_methods(workload)
+    return workload
+
+
+def compare(config: Config, watcher: Watcher | None = None, workload: Workload | None = None) -> Result:
+    """Every method with every seed; the result as docs/result.md describes it."""
+    watcher = watcher or Watcher()
+    workload = workload or prepare(config)
+    methods: dict[str, MethodResult] = {}
+    told: set[str] = set()
+    examples: dict[tuple[int, int], ExampleRecord] = {}
+    tell_notes(workload, watcher, told)
+    for asked in config.training.method:
+        kind = METHODS[asked]
+        methods[kind.name] = MethodResult(kind.label, [])
+        for seed in range(config.training.seed, config.training.seed + config.training.seeds):
+            outcome = run_one(workload, asked, seed, watcher)
+            methods[kind.name].runs.append(outcome.record)
+            tell_notes(workload, watcher, told)
+            if seed == config.training.seed:
+                add_examples(examples, workload, kind.name, outcome)
+            watcher.on_outcome(kind.name, seed, outcome)
+            outcome.model.remove()
+            del outcome
+            gc.collect()
+    return describe(workload, methods, list(examples.values()))
+
+
+def tell_notes(workload: Workload, watcher: Watcher, told: set[str]) -> None:
+    """What the data and the task have to say, each line once."""
+    for note in (*workload.notes, *workload.task.notes):
+        if note not in told:
+            told.add(note)
+            watcher.on_note(note)
+
+
+def add_examples(
+    examples: dict[tuple[int, int], ExampleRecord], workload: Workload, method: str, outcome: Outcome
+) -> None:
+    """A method's answers to a few rows of each client, beside those of the other methods."""
+    for k, shown in enumerate(outcome.examples):
+        for i, example in enumerate(shown):
+            entry = ExampleRecord(workload.names[k], example.prompt, list(example.references), {})
+            examples.setdefault((k, i), entry).outputs[method] = example.output
+
+
+def run_one(workload: Workload, asked: str, seed: int, watcher: Watcher) -> Outcome:
+    """One method with one seed, with its progress."""
+    training = workload.config.training
+    trial = set_up(workload, asked, seed)
+    method = trial.method
+    what = method.label + (f", seed {seed}" if training.seeds > 1 else "")
+    if seed == training.seed:
+        for line in method.notes():
+            watcher.on_note(f"{method.name}: {line}")
+    learners = len(participants(seed, 1, len(trial.source.names), training.participation))
+    try:
+        with track(training.rounds * training.steps * learners, f"{what}: client steps") as advance:
+            outcome = trials.run(trial, lambda record: watcher.on_round(method.name, seed, record), advance)
+    except BaseException:
+        trial.model.remove()
+        raise
+    for line in method.findings(trials.second_order_shares(outcome.record.rounds)):
+        watcher.on_note(f"{what}: {line}")
+    return outcome
+
+
+def describe(workload: Workload, methods: dict[str, MethodResult], examples: list[ExampleRecord]) -> Result:
+    """The result of these methods on the workload."""
+    config, task = workload.config, workload.task
+    names = [method.label for method in methods.values()]
+    what = " and ".join(names) if len(names) < 3 else f"{len(names)} methods"
+    return Result(
+        title=config.output.title or f"{what} on {len(workload.clients)} clients",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        task=task.name,
+        metric=next(iter(task.metrics)),
+        metrics=dict(task.metrics),
+        base_model=config.model.name,
+        clients=[
+            ClientInfo(c.name, len(c.train), len(c.test), task.describe(c.train)) for c in workload.clients
+        ],
+        config=to_dict(config),
+        versions=versions(),
+        machine=machine(workload.device),
+        methods=methods,
+        examples=examples,
+    )
+
+
+def versions() -> dict[str, str]:
+    """What the numbers were made with."""
+    import transformers
+
+    return {
+        "pf2lora": pf2lora.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Where they were made."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    return {"device": str(device), "name": name, "cores": os.cpu_count(), "memory_bytes": memory}

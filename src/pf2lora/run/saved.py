@@ -1,0 +1,124 @@
+"""A run folder, opened again: the base model with a method's adapters, to predict, measure, add clients or export."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pf2lora.adapters.two_level import TwoLevelModel
+from pf2lora.core.layout import Layout
+from pf2lora.errors import UserError
+from pf2lora.methods import METHODS
+from pf2lora.run import config as configs
+from pf2lora.run.config import Config
+from pf2lora.run.folder import SavedMethod, place
+from pf2lora.run.set_up import adapter_spec
+from pf2lora.run.workload import build_task, choose_device, load_base
+from pf2lora.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run folder, opened: the base model with its adapters' places, the task, and the clients' names."""
+
+    folder: Path
+    config: Config
+    saved: SavedMethod
+    task: Task[Any, Any]
+    model: TwoLevelModel
+    device: torch.device
+
+    @property
+    def where(self) -> Path:
+        return place(self.folder, self.config, METHODS[self.saved.method].name)
+
+    def common(self) -> tuple[Tensor, Tensor]:
+        """The common x `(1, P)` and an empty y."""
+        file = self.where / "state" / "common.safetensors"
+        if not file.exists():
+            raise UserError(f"{self.folder}: method {self.saved.method!r} has no common adapter")
+        return flat(self.model.x, read_tensors(file), file).to(self.device), self.zero_y()
+
+    def zero_y(self) -> Tensor:
+        return torch.zeros(1, self.model.y.size, device=self.device)
+
+    def client(self, name: str | None) -> tuple[Tensor, Tensor]:
+        """A client's `(1, P)` and `(1, Q)`; without a name, the common adapter alone."""
+        if name is None:
+            return self.common()
+        file = self.where / "state" / "clients" / f"{name}.safetensors"
+        if name not in self.saved.clients:
+            raise UserError(
+                f"{self.folder} has no client {name!r}; its clients: {', '.join(self.saved.clients)}"
+            )
+        if self.saved.shares_one_model:
+            return self.common()
+        tensors = read_tensors(file)
+        parts = {
+            prefix: {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            for prefix in ("x.", "y.")
+        }
+        x, y = flat(self.model.x, parts["x."], file), flat(self.model.y, parts["y."], file)
+        return x.to(self.device), y.to(self.device)
+
+    def answers(self, client: str | None, rows: list[Any]) -> list[Any]:
+        """A client's answers to rows, by the same path as in training."""
+        x, y = self.client(client)
+        encoded = self.task.encode([rows], training=False).to(self.device)
+        return self.task.predict(self.model, x, y, encoded, final=True)[0]
+
+
+def read_config(folder: Path) -> Config:
+    """The config of a run folder."""
+    return configs.from_toml(configs.config_file(folder))
+
+
+def read_description(where: Path) -> SavedMethod:
+    """What a run saved of a method."""
+    file = where / "state" / "run.json"
+    try:
+        return SavedMethod(**json.loads(file.read_text(encoding="utf8")))
+    except FileNotFoundError:
+        raise UserError(f"{where}: the run has saved no adapters (it did not finish)") from None
+    except (json.JSONDecodeError, TypeError) as error:
+        raise UserError(f"{file}: damaged ({error})") from None
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file."""
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read as safetensors ({error})") from None
+
+
+def flat(layout: Layout, tensors: dict[str, Tensor], file: Path) -> Tensor:
+    """The flat row of saved tensors, checked against the layout."""
+    for entry in layout.entries:
+        if entry.name not in tensors or tuple(tensors[entry.name].shape) != entry.shape:
+            raise UserError(
+                f"{file}: no tensor {entry.name!r} of shape {entry.shape}; the file does not fit this run"
+            )
+    return layout.pack({n: t[None] for n, t in tensors.items()}) if layout.entries else torch.zeros(1, 0)
+
+
+def load_run(folder: str | Path, method: str | None = None, device: str = "auto") -> LoadedRun:
+    """Open a run folder for one of its methods (default: the first)."""
+    folder = Path(folder)
+    config = read_config(folder)
+    by_name = {METHODS[asked].name: asked for asked in config.training.method}
+    asked = by_name.get(method or next(iter(by_name)), method or "")
+    if asked not in config.training.method:
+        raise UserError(f"{folder} has no method {method!r}; its methods: {', '.join(by_name)}")
+    saved = read_description(place(folder, config, METHODS[asked].name))
+    where = choose_device(device)
+    task = build_task(config, saved.labels)
+    base = load_base(config, task, where)
+    return LoadedRun(folder, config, saved, task, TwoLevelModel(base, adapter_spec(config, asked)), where)

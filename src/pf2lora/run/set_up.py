@@ -1,0 +1,131 @@
+"""The one way to set a method up, for a local run, a comparison, a newcomer, and a federation's site and server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from pf2lora.adapters.spec import AdapterSpec
+from pf2lora.adapters.two_level import TwoLevelModel
+from pf2lora.core.layout import Layout
+from pf2lora.core.method import Loss, Method, State, Surroundings
+from pf2lora.core.randomness import participants
+from pf2lora.engines.batches import Encoded, EncodedSource
+from pf2lora.engines.local import Schedule
+from pf2lora.methods import METHODS
+from pf2lora.run.config import Config
+from pf2lora.run.workload import Workload
+from pf2lora.settings import checked
+
+WINDOW = 16  # batches among which rows are shared out by length
+FEW_LENGTHS = 32  # what a batch's length is rounded up to where each length is recorded or compiled
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A method, set up and not yet begun."""
+
+    workload: Workload
+    seed: int
+    model: TwoLevelModel
+    method: Method
+    F: Loss
+    source: EncodedSource
+    state: State
+    schedule: Schedule
+
+
+def set_up(
+    workload: Workload,
+    name: str,
+    seed: int,
+    *,
+    place: tuple[int, int] | None = None,
+    compiled: bool = True,
+) -> Trial:
+    """The method called `name` on the workload, from its first state.
+
+    `place` is the position of the workload's one client among all of them, and how many there are: a site of a
+    federation sees nobody else's data. `compiled` off leaves the model as it is, for a mere check.
+    """
+    config, kind = workload.config, METHODS[name]
+    model = TwoLevelModel(workload.base, adapter_spec(config, name))
+    try:
+        if config.model.compile and compiled:
+            model.compile()
+        names = ["pooled"] if kind.pooled else workload.names
+        position, clients = place or (0, len(names))
+        positions = tuple(range(position, position + len(names)))
+        method = build_method(config, name, model.x, clients, positions)
+        schedule = schedule_of(config, seed)
+        rows = workload.train.pooled() if kind.pooled else workload.train
+        learners = len(participants(seed, 1, len(workload.clients), schedule.participation))
+        size = method.batch_size(config.training.batch_size, learners)
+        source = batch_source(config, rows, names, seed, size, method.draws)
+        state = method.init(*model.initial(seed, names))  # on the host: the engine moves whom it trains
+    except BaseException:
+        model.remove()
+        raise
+    loss = partial(workload.task.loss, model)
+    return Trial(workload, seed, model, method, loss, source, state, schedule)
+
+
+def method_table(config: Config, name: str) -> dict[str, Any]:
+    """`[methods.NAME]`, checked: the method's own fields and the ranks of its adapter."""
+    kind = METHODS[name]
+    given = config.methods.get(name, config.methods.get(kind.name, {}))
+    return checked(kind.parameters(), given, f"[methods.{kind.name}]")
+
+
+def method_settings(config: Config, name: str) -> dict[str, Any]:
+    """Values for the method's own fields: from `[methods.NAME]`, else what the run's settings call the same."""
+    kind, given = METHODS[name], method_table(config, name)
+    own = {f.name for f in fields(kind)} - kind.derived
+    shared = {key: getattr(config.training, key) for key in own if hasattr(config.training, key)}
+    return shared | {key: value for key, value in given.items() if key in own}
+
+
+def adapter_spec(config: Config, name: str) -> AdapterSpec:
+    """The adapter of a method: of the run's ranks, or of those that the method says."""
+    ranks = METHODS[name].adapter_ranks(
+        config.adapter.rank, config.adapter.client_rank, method_table(config, name)
+    )
+    return replace(config.adapter, rank=ranks[0], client_rank=ranks[1])
+
+
+def build_method(
+    config: Config, name: str, layout: Layout, clients: int, positions: tuple[int, ...]
+) -> Method:
+    """The method in a run of so many clients, of which those at `positions` are at hand (a server has none)."""
+    rank = method_table(config, name).get("rank", config.adapter.rank)
+    run = Surroundings(layout, rank, clients, positions, config.model.precision)
+    return METHODS[name].set_up(run, method_settings(config, name))
+
+
+def batch_source(
+    config: Config, rows: Encoded, names: list[str], seed: int, size: int, draws: int
+) -> EncodedSource:
+    """Training batches of `size` rows as the config describes them, `draws` for each local step."""
+    once_per_length = config.model.compile or (config.model.graphs and rows.device.type == "cuda")
+    return EncodedSource(
+        replace(rows, pad_to_multiple_of=FEW_LENGTHS) if once_per_length else rows,
+        names,
+        size,
+        seed,
+        keyed=config.adapter.dropout > 0,
+        window=WINDOW if config.training.group_by_length else 1,
+        alike=draws if once_per_length else 1,
+    )
+
+
+def schedule_of(config: Config, seed: int) -> Schedule:
+    """The rounds of a run."""
+    t = config.training
+    return Schedule(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seed)
+
+
+def check_methods(workload: Workload) -> None:
+    """Set every method up once: a mistake in the last one should not cost the training of the first."""
+    for name in workload.config.training.method:
+        set_up(workload, name, workload.config.training.seed, compiled=False).model.remove()

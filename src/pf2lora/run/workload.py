@@ -1,0 +1,105 @@
+"""What all methods and seeds of a run share: the clients' rows as tokens beside the frozen base model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pf2lora.data.client import Client
+from pf2lora.data.loading import load_clients
+from pf2lora.engines.batches import Encoded
+from pf2lora.errors import UserError
+from pf2lora.run.config import Config
+from pf2lora.tasks.base import Task
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The task, its clients as tokens, and the base model on its device."""
+
+    config: Config
+    task: Task[Any, Any]
+    clients: list[Client[Any]]
+    base: PreTrainedModel
+    train: Encoded
+    test: Encoded
+    device: torch.device
+    notes: tuple[str, ...] = ()  # what the data's reader has to say
+
+    @property
+    def names(self) -> list[str]:
+        return [client.name for client in self.clients]
+
+
+def load_workload(
+    config: Config,
+    *,
+    clients: Sequence[Client[Any]] | None = None,
+    labels: Sequence[str] = (),
+) -> Workload:
+    """Data, tokens and model that the config describes.
+
+    `clients` are those that somebody has loaded already; `labels` those that were agreed on beforehand.
+    """
+    if not config.model.name:
+        raise UserError("no base model is named: --model takes a hub name or a folder")
+    device = choose_device(config.model.device)  # says what is wrong before anything is loaded
+    notes: list[str] = []
+    agreed = list(labels) or None
+    if clients is None:
+        clients = load_clients(config.task, config.data, config.training.seed, labels=agreed, notes=notes)
+    task = build_task(config, agreed or config.task.labels(clients))
+    task.clients_per_pass = config.training.clients_per_pass
+    base = load_base(config, task, device)
+    train = task.encode([client.train for client in clients], training=True).to(device)
+    test = task.encode([client.test for client in clients], training=False).to(device)
+    check_lengths(config, base, train, test)
+    return Workload(config, task, list(clients), base, train, test, device, tuple(notes))
+
+
+def build_task(config: Config, labels: Sequence[str]) -> Task[Any, Any]:
+    """The task of a run, with the headline metric that its data set is known by."""
+    dataset = config.task.datasets.get(config.data.dataset or "")
+    return config.task.build(config.model.name, labels, dataset.metric if dataset else None)
+
+
+def load_base(config: Config, task: Task[Any, Any], device: torch.device) -> PreTrainedModel:
+    """The base model with the task's head, on its device."""
+    base = task.load_model(config.model.name, DTYPES[config.model.precision])
+    base.to(device)  # type: ignore[arg-type]
+    return base
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes a CUDA device where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"unknown device {name!r}; give auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r} was asked for, but torch sees no CUDA device here")
+    return device
+
+
+def check_lengths(config: Config, base: PreTrainedModel, *parts: Encoded) -> None:
+    """The longest input must fit the model's table of positions, where it has one (RoBERTa's begins after padding)."""
+    tables = [
+        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in base.named_modules()
+        if name.endswith(("position_embeddings", "wpe")) and isinstance(module, torch.nn.Embedding)
+    ]
+    positions = min(tables, default=math.inf)
+    longest = max(int(part.lengths.max()) for part in parts)
+    if longest > positions:
+        raise UserError(
+            f"an input has {longest} tokens, and {config.model.name!r} takes {positions}: give --max-length {positions}"
+        )

@@ -1,0 +1,80 @@
+"""Text classification: its settings, and how it reads rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pf2lora.data.client import Client
+from pf2lora.data.files import Record, columns_of
+from pf2lora.settings import require_positive, setting
+from pf2lora.tasks.classification import glue, movie_reviews
+from pf2lora.tasks.classification.rows import (
+    TextRow,
+    check_labels,
+    choose_columns,
+    label_names,
+    rows_of,
+)
+from pf2lora.tasks.settings import Dataset, TaskSettings
+
+if TYPE_CHECKING:
+    from pf2lora.tasks.classification.task import Classification
+
+
+@dataclass(frozen=True)
+class ClassificationSettings(TaskSettings[TextRow]):
+    """One text, or a pair of texts, with a label."""
+
+    max_length: int = setting(128, "longest input in tokens")
+    text: str | None = setting(None, "column of the text (guessed)", column=True)
+    pair: str | None = setting(None, "column of the second text (guessed)", column=True)
+    label: str | None = setting(None, "column of the label (guessed)", column=True)
+
+    name: ClassVar[str] = "classification"
+    labelled: ClassVar[bool] = True
+    datasets: ClassVar[Mapping[str, Dataset[Any]]] = glue.DATASETS | movie_reviews.DATASETS
+
+    def __post_init__(self) -> None:
+        require_positive(self, "max_length")
+
+    def rows(
+        self,
+        records: Sequence[Record],
+        like: Sequence[Record] | None = None,
+        notes: list[str] | None = None,
+    ) -> list[TextRow]:
+        like = records if like is None else like
+        columns = choose_columns(columns_of(like), like[0].file, self.text, self.pair, self.label)
+        return rows_of(records, columns)
+
+    def build(self, model: str, labels: Sequence[str], metric: str | None = None) -> Classification:
+        from pf2lora.adapters.base_model import load_tokenizer
+        from pf2lora.tasks.classification.task import Classification
+
+        return Classification(load_tokenizer(model), labels, self, metric=metric or "accuracy")
+
+    def labels(self, clients: Sequence[Client[TextRow]]) -> list[str]:
+        return label_names(clients)
+
+    def traits(self, clients: Sequence[Client[TextRow]]) -> list[str]:
+        return ["pairs"] if any(row.pair is not None for client in clients for row in client.train) else []
+
+    def check(
+        self,
+        clients: Sequence[Client[TextRow]],
+        labels: Sequence[str],
+        test_records: Mapping[str, Sequence[Record]] | None = None,
+    ) -> None:
+        check_labels(clients, labels, test_records)
+
+    def record_columns(self, rows: Sequence[TextRow]) -> dict[str, str]:
+        named = {"text": "text", "label": "label"}
+        return named | ({"pair": "pair"} if any(row.pair is not None for row in rows) else {})
+
+    def split_key(self, row: TextRow) -> str:
+        return row.label
+
+    def partition_key(self, row: TextRow) -> str:
+        return row.label

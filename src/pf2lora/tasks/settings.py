@@ -1,0 +1,105 @@
+"""What a task says about itself before anything is loaded: its settings, how it reads rows, which data sets it knows.
+
+A task is a folder: `settings.py` with a subclass of `TaskSettings`, and a `Task` that it builds. Nothing here loads
+torch, so that the command line can show every task's flags at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from pf2lora.data.client import Client, Pool
+from pf2lora.data.files import Record, read_records
+from pf2lora.data.settings import DataSettings
+
+if TYPE_CHECKING:
+    from pf2lora.tasks.base import Task
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How a score is shown."""
+
+    label: str
+    higher_is_better: bool = True
+    percent: bool = True
+
+
+@dataclass(frozen=True)
+class Dataset(Generic[Row]):
+    """A data set by name. `read(data, seed, notes)` gives its rows, which go to clients as in the paper unless the
+    user says otherwise; `metric` is the one that it is known by."""
+
+    title: str
+    read: Callable[[DataSettings, int, list[str]], Pool[Row]]
+    partition: str = "heterogeneity"
+    num_clients: int = 8
+    heterogeneity: float = 0.9
+    metric: str | None = None
+
+
+@dataclass(frozen=True)
+class TaskSettings(ABC, Generic[Row]):
+    """A task's settings: its own fields (`setting(default, help)`) become flags and the TOML table `[task]`."""
+
+    name: ClassVar[str]
+    datasets: ClassVar[Mapping[str, Dataset[Any]]] = {}
+    labelled: ClassVar[bool] = (
+        False  # clients must agree on labels, which nobody who sees only some of them knows
+    )
+
+    def read_records(self, path: str | Path) -> list[Record]:
+        """All records of one file, in whatever formats the task's data comes in."""
+        return read_records(path)
+
+    @abstractmethod
+    def rows(
+        self,
+        records: Sequence[Record],
+        like: Sequence[Record] | None = None,
+        notes: list[str] | None = None,
+    ) -> list[Row]:
+        """Records as rows. Columns that the user did not name are guessed, from the records `like` where given (those
+        of the first client: all clients have the same columns). What the user should know is added to `notes`."""
+
+    @abstractmethod
+    def build(self, model: str, labels: Sequence[str], metric: str | None = None) -> Task[Row, Any]:
+        """The task itself, for the base model `model` (a hub name or a folder); `metric` is the headline."""
+
+    def labels(self, clients: Sequence[Client[Row]]) -> list[str]:
+        """What all clients must agree on and a saved run remembers: the names of the outputs."""
+        return []
+
+    def traits(self, clients: Sequence[Client[Row]]) -> list[str]:
+        """What else a saved run must remember to take rows as in training ("pairs", say)."""
+        return []
+
+    def check(
+        self,
+        clients: Sequence[Client[Row]],
+        labels: Sequence[str],
+        test_records: Mapping[str, Sequence[Record]] | None = None,
+    ) -> None:
+        """Raise a UserError where rows do not fit the labels; `test_records` name the lines of test files."""
+
+    def to_record(self, row: Row) -> dict[str, Any]:
+        """A row as a line of a data file, from which `rows` makes the same row again."""
+        return {k: v for k, v in asdict(row).items() if v is not None}  # type: ignore[call-overload]
+
+    def record_columns(self, rows: Sequence[Row]) -> dict[str, str]:
+        """The columns of such records, by the settings that name them, where they are not guessed right."""
+        return {}
+
+    def split_key(self, row: Row) -> str:
+        """What a held-out part keeps the shares of."""
+        return ""
+
+    @abstractmethod
+    def partition_key(self, row: Row) -> str:
+        """What clients differ by when rows are shared out: a label, a topic, a category."""
