@@ -25,6 +25,11 @@ def settings_of(kind: type) -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(kind) if "help" in f.metadata}
 
 
+def column_settings(kind: type) -> list[str]:
+    """The settings of a dataclass that name columns of a user's files."""
+    return [name for name, field in settings_of(kind).items() if field.metadata["column"]]
+
+
 def types_of(kind: type) -> dict[str, Any]:
     """The settings of a dataclass with their types."""
     hints = typing.get_type_hints(kind)

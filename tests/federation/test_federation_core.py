@@ -12,7 +12,7 @@ from small_federation import SITES, local_run, make_plan, make_small
 from pf2lora.federation.protocol import messages
 from pf2lora.methods import METHODS
 from pf2lora.methods.bilevel import ROUNDOFF
-from pf2lora.run import trial as trials
+from pf2lora.run.evaluation import measure, models_in_use
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,7 +65,7 @@ def test_the_scores_are_the_local_engines(tmp_path: Path) -> None:
     small.run()
     final = json.loads((tmp_path / "server" / "final.json").read_text())
     state, _, trial = local_run(tmp_path, plan)
-    scores = trials.evaluate(trial.workload, trial.model, *trials.served_models(trial, state, 3))
+    scores = measure(trial, *models_in_use(trial, state, 3)).scores
     for k, site in enumerate(SITES):
         served = final[site]["served"]
         assert served["rows"] == 20

@@ -33,7 +33,7 @@ from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
-from pf2lora.run.folder import load_run
+from pf2lora.run.saved import load_run
 
 
 def rehearse_command(root: Path, rounds: int, clients: tuple[str, ...] = SITES[:2]) -> list[str]:

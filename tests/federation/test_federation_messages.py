@@ -233,10 +233,15 @@ def test_a_hello_that_cannot_be_is_malformed(asked: Asked, tmp_path: Path, chang
     assert set(server.sites) == {"site-3"}
 
 
-@pytest.mark.parametrize(
-    "data",
-    [*NO_MESSAGES.values(), raw(f"{{{PROBLEM}}}"), raw(f'{{{PROBLEM},"code":[]}}'), raw('{"kind":"hello"}')],
-)
+GARBAGE = [
+    *NO_MESSAGES.values(),
+    raw(f"{{{PROBLEM}}}"),
+    raw(f'{{{PROBLEM},"code":[]}}'),
+    raw('{"kind":"hello"}'),
+]
+
+
+@pytest.mark.parametrize("data", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_instead_of_a_hello_is_malformed(tmp_path: Path, data: Any) -> None:
     with pytest.raises(Malformed):
         ServerSession(make_plan(), tmp_path).register("site-3", data)
@@ -269,18 +274,18 @@ def test_each_end_decodes_a_message_once(small: Small, monkeypatch: pytest.Monke
 # --- at the site --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        *NO_MESSAGES.values(),
-        raw('{"kind":"train"}'),
-        raw('{"kind":"update","round":1,"steps":1,"loss":1}'),
-        raw('{"kind":"train","round":0}'),
-        raw('{"kind":"train","round":1,"run":"rm"}'),
-        raw('{"kind":"train","round":1,"measure_before":"yes"}'),
-        raw('{"kind":"hello","round":1}', {"x": torch.zeros(1)}),
-    ],
-)
+NO_REQUESTS = [
+    *NO_MESSAGES.values(),
+    raw('{"kind":"train"}'),
+    raw('{"kind":"update","round":1,"steps":1,"loss":1}'),
+    raw('{"kind":"train","round":0}'),
+    raw('{"kind":"train","round":1,"run":"rm"}'),
+    raw('{"kind":"train","round":1,"measure_before":"yes"}'),
+    raw('{"kind":"hello","round":1}', {"x": torch.zeros(1)}),
+]
+
+
+@pytest.mark.parametrize("data", NO_REQUESTS, ids=range(len(NO_REQUESTS)))
 def test_a_site_refuses_a_request_that_is_none(data: Any) -> None:
     with pytest.raises(Malformed):
         read_request(data)

@@ -66,7 +66,8 @@ def choices() -> dict[str, Choice]:
 
 
 def task_choices() -> dict[str, Choice]:
-    """The tasks' own settings; one that several tasks have is one flag, with each task's default."""
+    """Our tasks' own settings; one that several tasks have is one flag, with each task's default. Another package's
+    task is not imported for this: its settings are those of ours that are called alike, and the TOML table [task]."""
     names = ", ".join(TASKS)
     default = Config().task.name
     found = {
@@ -75,7 +76,7 @@ def task_choices() -> dict[str, Choice]:
         )
     }
     owners: dict[str, list[str]] = {}
-    for task in TASKS:
+    for task in TASKS.own:
         for name in settings_of(TASKS[task]):
             owners.setdefault(name, []).append(task)
     for name, tasks in owners.items():
@@ -102,7 +103,7 @@ def default_hint(defaults: Iterable[tuple[str, Any]]) -> str:
 
 def sets_help() -> str:
     """The data sets that tasks know by name."""
-    known = [f"{', '.join(TASKS[task].datasets)} ({task})" for task in TASKS if TASKS[task].datasets]
+    known = [f"{', '.join(TASKS[task].datasets)} ({task})" for task in TASKS.own if TASKS[task].datasets]
     return "; ".join(known)
 
 

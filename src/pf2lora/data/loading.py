@@ -15,6 +15,7 @@ from pf2lora.data.settings import DataSettings
 from pf2lora.data.sharing import PARTITIONS, share_out
 from pf2lora.data.split import MINIMUM_ROWS, split_rows, subsample
 from pf2lora.errors import UserError, unknown
+from pf2lora.settings import column_settings
 
 if TYPE_CHECKING:
     from pf2lora.tasks.settings import TaskSettings
@@ -84,7 +85,7 @@ def check(task: TaskSettings[Any], data: DataSettings) -> None:
     if data.partition is not None and data.partition not in PARTITIONS:
         raise unknown("partition", data.partition, PARTITIONS)
     own_files: dict[str, Any] = {"--test": data.test, "--client-column": data.client_column}
-    own_files |= {f"--{name.replace('_', '-')}": getattr(task, name) for name in columns_named_by(task)}
+    own_files |= {f"--{name.replace('_', '-')}": getattr(task, name) for name in column_settings(type(task))}
     for flag, value in own_files.items():
         if value and data.dataset is not None:
             raise UserError(f"{flag} is for your own files, not for --dataset {data.dataset}")
@@ -103,13 +104,6 @@ def check(task: TaskSettings[Any], data: DataSettings) -> None:
         raise UserError("--num-clients: the number of clients is given already, by the files or the groups")
     if data.heterogeneity is not None and as_given:
         raise UserError("--heterogeneity is for pooled rows: files are shared out as they are given")
-
-
-def columns_named_by(task: TaskSettings[Any]) -> list[str]:
-    """The task's settings that name columns of a user's files."""
-    from pf2lora.settings import settings_of
-
-    return [name for name, field in settings_of(type(task)).items() if field.metadata["column"]]
 
 
 def from_files(

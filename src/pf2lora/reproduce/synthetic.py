@@ -225,6 +225,6 @@ def measure(problem: Problem, learner: Learner, state: State) -> dict[str, list[
         "distance": torch.linalg.matrix_norm(W - problem.truth),
         "rank": learned_ranks(learner.method.layout, learner.layout_y, state.x, state.y)[:, 0],
     }
-    if isinstance(learner.method, HetLoRA):
-        measured["columns"] = state.opt.rank
-    return {name: values.tolist() for name, values in measured.items()}
+    found = {name: values.tolist() for name, values in measured.items()}
+    kept = [float(rank) for rank in learner.method.ranks_of(state) if rank is not None]
+    return found | ({"columns": kept} if kept else {})

@@ -14,7 +14,7 @@ import torch
 
 import pf2lora
 from pf2lora.core.randomness import participants
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
 from pf2lora.run import trial as trials
 from pf2lora.run.config import Config, to_dict
@@ -41,6 +41,9 @@ def prepare(config: Config) -> Workload:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UserError(f"two methods are called {twice[0]!r}; each needs a name of its own")
+    for table in config.methods:
+        if table not in (*METHODS, *config.training.method, *names):
+            raise unknown("method in [methods]", table, [*METHODS, *names])
     workload = load_workload(config)
     check_methods(workload)
     return workload

@@ -108,9 +108,11 @@ class Config:
     methods: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in self.methods:
-            if name not in METHODS and ":" not in name:
-                raise unknown("method in [methods]", name, METHODS)
+        # A method from elsewhere says its own name once it is imported; `prepare` looks then.
+        if not any(":" in name for name in self.training.method):
+            for name in self.methods:
+                if name not in METHODS:
+                    raise unknown("method in [methods]", name, METHODS)
 
 
 TABLES: dict[str, type] = {
@@ -179,7 +181,7 @@ def task_kind(name: Any, where: str) -> type[TaskSettings[Any]]:
 def place_of(name: str) -> str | None:
     """The table that a setting is in, where one has it."""
     found = [table for table, kind in TABLES.items() if name in settings_of(kind)]
-    return found[0] if found else "task" if any(name in settings_of(TASKS[t]) for t in TASKS) else None
+    return found[0] if found else "task" if any(name in settings_of(TASKS[t]) for t in TASKS.own) else None
 
 
 def in_tables(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -203,7 +205,7 @@ def flat_place(name: str, task: type[TaskSettings[Any]], where: str) -> str:
     """The table of a setting that is not the task's; another task's setting is an error that says so."""
     place = place_of(name)
     if place == "task":
-        owners = " and ".join(t for t in TASKS if name in settings_of(TASKS[t]))
+        owners = " and ".join(t for t in TASKS.own if name in settings_of(TASKS[t]))
         raise UserError(f"{where}: {name} is a setting of {owners}, and the task is {task.name}")
     if place is None or name == "name":
         raise UserError(f"{where}: {unknown('setting', name, setting_names(task))}")

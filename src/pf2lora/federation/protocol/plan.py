@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pf2lora.data.loading import columns_named_by
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol.names import check_name, check_sites
 from pf2lora.methods import METHODS
 from pf2lora.run.config import Config, from_dict, to_dict
+from pf2lora.settings import column_settings
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def shared_tables(config: Config) -> dict[str, Any]:
     """What all participants must have alike. Where a site's data and model lie, on which device it works and what its
     columns are called is its own affair."""
     tables = to_dict(config)
-    own = {"model": ("name", "device", "precision"), "task": columns_named_by(config.task)}
+    own = {"model": ("name", "device", "precision"), "task": column_settings(type(config.task))}
     shared = {key: tables[key] for key in ("model", "adapter", "training", "task", "methods")}
     return {
         key: {k: v for k, v in table.items() if k not in own.get(key, ())} for key, table in shared.items()

@@ -16,7 +16,7 @@ import pf2lora
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Loss, Method, State, moved
 from pf2lora.data.client import Client
-from pf2lora.data.loading import columns_named_by, load_clients
+from pf2lora.data.loading import load_clients
 from pf2lora.data.per_client import check_name
 from pf2lora.engines.batches import BatchSource
 from pf2lora.errors import UserError, unknown
@@ -28,7 +28,8 @@ from pf2lora.run.evaluation import finite, measure, models_in_use
 from pf2lora.run.folder import save_client
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import load_workload
-from pf2lora.settings import checked, setting, types_of
+from pf2lora.settings import checked, column_settings, setting, types_of
+from pf2lora.tasks import TASKS
 
 SITE_FILE = "site.toml"
 FILES = ("clients", "test", "test_ratio", "limit")  # of the run's data settings, those that are a site's own
@@ -71,9 +72,11 @@ class SiteFile:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_site_file(path: Path, columns: Sequence[str] = ()) -> SiteFile:
+def read_site_file(path: Path, columns: Sequence[str] | None = None) -> SiteFile:
     """The site's own file, checked; an unknown key is named. `columns` are the run's task's settings that name columns
-    of data files: with the files themselves, they are what `[data]` may hold."""
+    of data files (without a run yet: any task's); with the files themselves, they are what `[data]` may hold."""
+    if columns is None:
+        columns = sorted({name for task in TASKS.own for name in column_settings(TASKS[task])})
     if not path.is_file():
         raise UserError(f"{path} is missing: it names this site's data, base model and state folder")
     values = read_toml(path)
@@ -85,7 +88,7 @@ def read_site_file(path: Path, columns: Sequence[str] = ()) -> SiteFile:
     if not isinstance(data, dict):
         raise UserError(f"{path}: [data] must be a table")
     for key in data:
-        if columns and key not in (*FILES, *columns):
+        if key not in (*FILES, *columns):
             raise UserError(f"{path}: [data] {unknown('key', key, [*FILES, *columns])}")
     if "clients" not in data:
         raise UserError(f'{path}: [data] names no file; give clients = ["train.jsonl"]')
@@ -106,7 +109,7 @@ def absolute(base: Path, value: str) -> str:
 
 def site_config(plan: Plan, file: Path) -> tuple[Config, SiteFile]:
     """The run's settings with this site's own data and model in them."""
-    columns = columns_named_by(plan.run.task)
+    columns = column_settings(type(plan.run.task))
     own = read_site_file(file, columns)
     data = {key: value for key, value in own.data.items() if key in FILES}
     for key in ("clients", "test"):

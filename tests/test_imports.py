@@ -1,0 +1,128 @@
+"""The house can be walked through: arrows point one way, rooms are small, and methods are named in one place."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from pf2lora.methods import METHODS
+
+SOURCE = Path(__file__).parents[1] / "src" / "pf2lora"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+ROOMS = {  # each room with those that it may look into; everybody may use what lies beside them all
+    "core": set[str](),
+    "data": {"core"},
+    "engines": {"core"},
+    "methods": {"core"},
+    "adapters": {"core"},
+    "tasks": {"core", "data", "engines", "adapters"},
+    "run": {"core", "data", "engines", "adapters", "methods", "tasks", "report"},
+    "report": {"run", "tasks"},
+    "reproduce": {"core", "data", "engines", "methods", "adapters", "run"},
+    "federation": {"core", "data", "engines", "adapters", "methods", "tasks", "run", "report"},
+    "cli": {"data", "methods", "tasks", "run", "report", "reproduce", "federation", "adapters"},
+}
+BESIDE = {"errors", "settings", "registry", "atomic"}
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of this package that a file imports, also inside functions; not what only types need."""
+    found: set[str] = set()
+    tree = ast.parse(path.read_text(encoding="utf8"))
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "pf2lora":
+            if node.module == "pf2lora":
+                found |= {f"pf2lora.{alias.name}" for alias in node.names}
+            else:
+                found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("pf2lora.")}
+    return found
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_arrows_point_one_way(room: str) -> None:
+    for path in FILES:
+        if room_of(path) != room:
+            continue
+        for module in imports(path):
+            target = module.split(".")[1]
+            allowed = target in {room, *ROOMS[room], *BESIDE} or target.startswith("__")
+            assert allowed, f"{path.relative_to(SOURCE)} looks into {module}"
+
+
+def test_every_room_is_known() -> None:
+    assert {room_of(p) for p in FILES} - {"__init__"} == ROOMS.keys() | BESIDE
+
+
+@pytest.mark.parametrize("package", ["nvflare", "transformers"])
+def test_packages_stay_in_their_rooms(package: str) -> None:
+    """FLARE is one adapter deep, and the mathematics knows no transformers."""
+    for path in FILES:
+        text = path.read_text(encoding="utf8")
+        if re.search(rf"^\s*(?:from|import) {package}\b", text, flags=re.MULTILINE):
+            place = path.relative_to(SOURCE).as_posix()
+            if package == "nvflare":
+                assert place.startswith("federation/flare/"), place
+            else:
+                assert not place.startswith(("core/", "methods/", "data/")), place
+
+
+def test_methods_are_named_in_one_place() -> None:
+    """No `name == "hetlora"` and no isinstance of a method outside its own file."""
+    classes = {METHODS[name].__name__ for name in METHODS} | {"Bilevel", "Ranked"}
+    for path in FILES:
+        place = path.relative_to(SOURCE).as_posix()
+        if place.startswith("methods/"):
+            continue
+        text = path.read_text(encoding="utf8")
+        for name in METHODS:
+            assert not re.search(rf"""[=!]= ?["']{name}["']""", text), f"{place} asks for {name!r} by name"
+        for call in re.findall(r"(?:isinstance|issubclass)\([^)]*\)", text):
+            assert not classes & set(re.findall(r"\w+", call)), f"{place}: {call}"
+
+
+def test_no_file_is_too_long() -> None:
+    root = SOURCE.parents[1]
+    for path in [*FILES, *root.glob("tests/**/*.py"), *root.glob("benchmarks/*.py")]:
+        lines = path.read_text(encoding="utf8").count("\n")
+        assert lines <= 350, f"{path.relative_to(root)} has {lines} lines"
+
+
+def test_the_core_needs_little() -> None:
+    """What a bare machine has: torch, transformers, numpy, safetensors; the rest is imported where it is used."""
+    little = {"torch", "numpy", "safetensors", "transformers", "pf2lora"}
+    for path in FILES:
+        if room_of(path) not in ("core", "methods", "engines", "adapters", "data", "tasks", "run"):
+            continue
+        for node in ast.parse(path.read_text(encoding="utf8")).body:
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            for name in names:
+                top = name.split(".")[0]
+                assert top in little or top in sys_stdlib(), f"{path.relative_to(SOURCE)} imports {name}"
+
+
+def sys_stdlib() -> frozenset[str]:
+    import sys
+
+    return sys.stdlib_module_names
