@@ -8,22 +8,21 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from plain_peft import PlainClient, PlainLoop
-from shapes import Workload, necessary_flops
+from shapes import Workload, batches_of, necessary_flops, start
 from timing import float32_products, milliseconds, peak_gb, start_memory
 from torch import Tensor
 
-from pf2lora.adapters.two_level import TwoLevelModel
-from pf2lora.core.method import Loss, Method, State, StepStats
+from pf2lora.core.method import State, StepStats
 from pf2lora.engines.batches import Batch
 from pf2lora.engines.stepper import make_stepper
-from pf2lora.methods import METHODS
+from pf2lora.run.config import TrainingSettings
+from pf2lora.run.set_up import Trial
 
-LR, CLIENT_LR, WEIGHT_DECAY = 1e-3, 0.03, 0.01
+RATES = TrainingSettings()  # the package's own, on both sides
 CHECKED_CLIENTS, CHECKED_STEPS = 2, 3
 HYPERGRADIENTS = ("difference", "exact", "none")
 Step = Callable[..., tuple[State, StepStats]]
@@ -40,10 +39,6 @@ class Way(NamedTuple):
         return self.method == "pf2lora"
 
     @property
-    def draws(self) -> int:
-        return 2 if self.two_level else 1
-
-    @property
     def plain(self) -> Way:
         """What the plain way does for it: nobody would write `difference` by hand."""
         return Way(self.method, "exact") if self.hypergradient_mode == "difference" else self
@@ -56,29 +51,33 @@ class Timed(NamedTuple):
     flops: float = 0.0  # necessary, of all clients
 
 
-def build_method(way: Way, model: TwoLevelModel) -> Method:
-    options: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
-    if way.two_level:
-        options |= {"client_lr": CLIENT_LR, "hypergradient_mode": way.hypergradient_mode}
-    return METHODS[way.method](model.x, **options)
+def set_up(work: Workload, way: Way, clients: int, **settings: Any) -> Trial:
+    """The package's set-up of the way's method."""
+    mode = {"hypergradient_mode": way.hypergradient_mode} if way.two_level else {}
+    return work.set_up(way.method, clients, **mode, **settings)
 
 
-def our_step(method: Method, F: Loss, device: torch.device) -> Step:
+def our_step(trial: Trial) -> Step:
     """This project's step, `(state, *batches) -> (state, report)`."""
-
-    stepper = make_stepper(F, device)
-    return lambda state, *batches: stepper(method, state, batches)
+    stepper = make_stepper(trial.F, trial.workload.device)
+    return lambda state, *batches: stepper(trial.method, state, batches)
 
 
 def plain_clients(
     work: Workload, way: Way, count: int, *, masked: bool = False
-) -> tuple[PlainLoop, list[PlainClient]]:
-    """The PEFT loop on the attention that the way needs, and its first clients."""
-    described = work.adapt(two_level=way.two_level)
-    x, y = work.start(described, count)
-    loop = PlainLoop(described, lr=LR, client_lr=CLIENT_LR, weight_decay=WEIGHT_DECAY, masked=masked)
+) -> tuple[PlainLoop, list[PlainClient], int]:
+    """The PEFT loop on the attention that the way needs, its first clients, and how many batches a step draws."""
+    trial = set_up(work, way, count)
+    state = start(trial)
+    loop = PlainLoop(
+        trial.model,
+        lr=RATES.lr,
+        client_lr=RATES.client_lr,
+        weight_decay=RATES.weight_decay,
+        masked=masked,
+    )
     work.base.set_attn_implementation("eager" if way.hypergradient_mode == "exact" else "sdpa")
-    return loop, [loop.client(x[k], y[k]) for k in range(count)]
+    return loop, [loop.client(state.x[k], state.y[k]) for k in range(count)], trial.method.draws
 
 
 def end_plain(work: Workload, loop: PlainLoop) -> None:
@@ -96,20 +95,20 @@ def plain_step(loop: PlainLoop, way: Way, client: PlainClient) -> Callable[..., 
 
 
 def plain_batches(
-    work: Workload, client: int, step: int, draws: int, *, window: int = 1
+    work: Workload, client: int, step: int, draws: int, *, by_length: bool
 ) -> list[dict[str, Tensor]]:
-    """The client's rows padded to its own longest, as a user's collator does; in shuffled order with a window of 1."""
-    own = replace(work.source, data=replace(work.source.data, pad_to_multiple_of=1), window=window)
-    return [own.draw([client], [step * draws + d]).tensors for d in range(draws)]
+    """The client's rows padded to its own longest; in shuffled order unless `by_length`."""
+    source = work.plain_source(by_length=by_length)
+    return [batch.tensors for batch in batches_of(source, [client], step, draws)]
 
 
 def plain_losses(work: Workload, way: Way) -> Tensor:
     """The losses (steps, clients) of the plain way's first steps."""
-    loop, clients = plain_clients(work, way, CHECKED_CLIENTS, masked=True)
+    loop, clients, draws = plain_clients(work, way, CHECKED_CLIENTS, masked=True)
     losses = []
     for k, client in enumerate(clients):
         step = plain_step(loop, way, client)
-        same = [plain_batches(work, k, i, way.draws, window=work.source.window) for i in range(CHECKED_STEPS)]
+        same = [plain_batches(work, k, i, draws, by_length=work.shape.varied) for i in range(CHECKED_STEPS)]
         of_client = [step(*batches) for batches in same]
         losses.append(torch.stack(of_client))
     end_plain(work, loop)
@@ -118,15 +117,14 @@ def plain_losses(work: Workload, way: Way) -> Tensor:
 
 def our_losses(work: Workload, way: Way) -> Tensor:
     """The losses (steps, clients) of this project's first steps."""
-    model = work.adapt(two_level=way.two_level)
-    method = build_method(way, model)
-    state = method.init(*work.start(model, CHECKED_CLIENTS))
-    step = our_step(method, work.loss(model), work.device)
+    trial = set_up(work, way, CHECKED_CLIENTS)
+    state, step = start(trial), our_step(trial)
     losses = []
     for i in range(CHECKED_STEPS):
-        state, report = step(state, *work.batches(list(range(CHECKED_CLIENTS)), i, way.draws))
+        batches = batches_of(trial.source, range(CHECKED_CLIENTS), i, trial.method.draws)
+        state, report = step(state, *batches)
         losses.append(report.loss.clone())
-    model.remove()
+    trial.model.remove()
     return torch.stack(losses)
 
 
@@ -140,12 +138,12 @@ def loss_differences(work: Workload, ways: list[Way]) -> dict[Way, float]:
 def time_plain(work: Workload, way: Way, count: int, options: argparse.Namespace) -> Timed:
     """The plain way's step of one client, the mean of `count`; putting parameters in place is not counted."""
     start_memory(work.device)
-    loop, clients = plain_clients(work, way, count)
+    loop, clients, draws = plain_clients(work, way, count)
+    by_length = options.same_batches and work.shape.varied
 
     def of_client(k: int) -> float:
         step = plain_step(loop, way, clients[k])
-        window = work.source.window if options.same_batches else 1
-        sets = [plain_batches(work, k, i, way.draws, window=window) for i in range(options.sets)]
+        sets = [plain_batches(work, k, i, draws, by_length=by_length) for i in range(options.sets)]
         run = lambda: [step(*batches) for batches in sets]  # noqa: E731
         whole = milliseconds(run, work.device, options.repeat, warm_up=lambda: step(*sets[0]))
         return whole / len(sets)
@@ -159,15 +157,12 @@ def time_plain(work: Workload, way: Way, count: int, options: argparse.Namespace
 def time_ours(work: Workload, way: Way, clients: int, options: argparse.Namespace) -> Timed:
     """This project's step of `clients` in one pass."""
     start_memory(work.device)
-    model = work.adapt(two_level=way.two_level)
     if options.compile:
         torch.compiler.reset()
-        model.compile()
+    trial = set_up(work, way, clients, compile=options.compile)
     try:
-        method = build_method(way, model)
-        state = method.init(*work.start(model, clients))
-        step = our_step(method, work.loss(model), work.device)
-        sets = [work.batches(list(range(clients)), i, way.draws) for i in range(options.sets)]
+        state, step = start(trial), our_step(trial)
+        sets = [batches_of(trial.source, range(clients), i, trial.method.draws) for i in range(options.sets)]
 
         def run(batches_of_steps: list[list[Batch]] = sets) -> None:
             nonlocal state
@@ -176,10 +171,10 @@ def time_ours(work: Workload, way: Way, clients: int, options: argparse.Namespac
 
         warm_up = None if work.device.type == "cuda" else lambda: run(sets[:1])
         ms = milliseconds(run, work.device, options.repeat, warm_up=warm_up) / len(sets)
-        flops = necessary_flops(model, [b for batches in sets for b in batches], way.hypergradient_mode)
+        flops = necessary_flops(trial.model, [b for batches in sets for b in batches], way.hypergradient_mode)
         return Timed(ms, peak_gb(work.device), clients, flops)
     finally:
-        model.remove()
+        trial.model.remove()
 
 
 def time_passes(work: Workload, way: Way, clients: int, options: argparse.Namespace) -> Timed:

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import transformers
-from shapes import DTYPES, SHAPES, Workload
+from shapes import SHAPES, Workload
 from timing import float32_products, host_peak_gb, machine, peak_gb, start_host_memory, start_memory, versions
 from torch import Tensor
 
-from pf2lora.engines.local import Schedule, train
+from pf2lora.engines.local import train
 from pf2lora.methods import METHODS
+from pf2lora.run.workload import DTYPES
 
 
 @dataclass
@@ -57,17 +58,15 @@ def tensors_of(tree: Tensor | tuple[Any, ...]) -> list[Tensor]:
 def measure(work: Workload, clients: int, options: argparse.Namespace) -> Row:
     """The last of some rounds with `clients` clients."""
     two_level = METHODS[options.method].two_level
-    model = work.adapt(two_level=two_level)
-    chosen: dict[str, Any] = {"hypergradient_mode": options.hypergradient} if two_level else {}
-    method = METHODS[options.method](model.x, **chosen)
+    mode = {"hypergradient_mode": options.hypergradient} if two_level else {}
+    schedule = {name: getattr(options, name) for name in ("rounds", "steps", "clients_per_pass")}
     start_memory(work.device)
     start_host_memory()
     before = host_peak_gb()
-    state = method.init(*work.start(model, clients, torch.device("cpu")))
-    state_gb = sum(tensor.nbytes for tensor in tensors_of(state)) / 1e9
-    schedule = Schedule(options.rounds, options.steps, clients_per_pass=options.clients_per_pass)
-    rounds = train(method, work.loss(model), state, work.source_of(clients), schedule, device=work.device)
-    del state  # the engine has it, and lets go of it after the first round
+    trial = work.set_up(options.method, clients, **mode, **schedule)
+    model, state_gb = trial.model, sum(tensor.nbytes for tensor in tensors_of(trial.state)) / 1e9
+    rounds = train(trial.method, trial.F, trial.state, trial.source, trial.schedule, device=work.device)
+    del trial  # the engine has the first state, and lets go of it after the first round
     for done in rounds:
         seconds = done.seconds
         del done
@@ -80,7 +79,7 @@ def measure(work: Workload, clients: int, options: argparse.Namespace) -> Row:
         length=work.shape.length,
         precision=options.precision,
         method=options.method,
-        hypergradient_mode=chosen.get("hypergradient_mode"),
+        hypergradient_mode=mode.get("hypergradient_mode"),
         steps=options.steps,
         round_seconds=seconds,
         client_step_ms=1000 * seconds / (clients * options.steps),
@@ -220,7 +219,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     shape = SHAPES[options.model]
     with float32_products("highest" if options.cpu else "high"):
         work = Workload(shape, max(options.clients), device, rows=2 * shape.batch)
-        work.base.to(DTYPES[options.precision])  # type: ignore[arg-type]
+        work.to(options.precision)
         print(HEADER, flush=True)
         for clients in sorted(options.clients):
             if time.perf_counter() - started > options.budget:

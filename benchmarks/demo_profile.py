@@ -25,8 +25,9 @@ from pf2lora import report  # noqa: E402
 from pf2lora.cli.demo import demo  # noqa: E402
 from pf2lora.core.method import Method  # noqa: E402
 from pf2lora.engines.stepper import PlainStepper  # noqa: E402
-from pf2lora.run import experiment, trial  # noqa: E402
+from pf2lora.run import comparison, set_up, trial, workload  # noqa: E402
 from pf2lora.run import folder as run_folder  # noqa: E402
+from pf2lora.run.costs import StepLedger  # noqa: E402
 from pf2lora.tasks.classification.task import Classification  # noqa: E402
 
 spent: dict[str, float] = defaultdict(float)
@@ -65,15 +66,14 @@ def main() -> None:
     spent["importing"] = time.perf_counter() - STARTED
     clock(Classification, "load_model", "loading the model")
     clock(Classification, "encode", "tokenising")
-    clock(experiment, "load_texts", "reading the data")
-    experiment.TASKS["classification"] = experiment.TASKS["classification"]._replace(
-        load=experiment.load_texts
-    )
+    clock(workload, "load_clients", "reading the data")
     clock(PlainStepper, "__call__", which_step)
+    clock(trial, "models_in_use", "evaluation")
     clock(trial, "measure", "evaluation")
     clock(trial, "learned_ranks", "learned ranks")
-    clock(trial, "count_flops", "counting FLOPs")
-    clock(trial, "set_up", "setting up methods")
+    clock(StepLedger, "flops", "counting FLOPs")
+    clock(set_up, "set_up", "setting up methods")
+    clock(comparison, "set_up", "setting up methods")
     clock(run_folder, "save_client", "writing")
     clock(run_folder, "save_common", "writing")
     clock(report, "build", "writing")

@@ -16,18 +16,19 @@ import gc
 import json
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import transformers
+from package_runs import DATA
 from timing import machine, versions
 
-from pf2lora.data.spec import DataSpec
 from pf2lora.engines.local import train
-from pf2lora.run import trial as trials
-from pf2lora.run.config import Config
-from pf2lora.run.experiment import prepare
+from pf2lora.run.comparison import prepare
+from pf2lora.run.config import from_settings
+from pf2lora.run.evaluation import measure, models_in_use, over_clients
+from pf2lora.run.set_up import set_up
+from pf2lora.run.workload import Workload
 
 PATHS: dict[str, dict[str, Any]] = {
     "plain": {"precision": "float32", "hypergradient_mode": "exact", "graphs": False, "compile": False},
@@ -36,31 +37,30 @@ PATHS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(workload: trials.Workload, seed: int) -> dict[str, Any]:
+def run(workload: Workload, seed: int) -> dict[str, Any]:
     """Every step's loss, averaged over the clients, and the served accuracy at the end."""
-    trial = trials.set_up(workload, "pf2lora", seed)
-    config = workload.config
+    trial = set_up(workload, "pf2lora", seed)
     started, losses = time.perf_counter(), []
     rounds = train(
         trial.method,
         trial.F,
         trial.state,
         trial.source,
-        trials.schedule_of(config, seed),
+        trial.schedule,
         device=workload.device,
-        graphs=config.graphs,
+        graphs=workload.config.model.graphs,
     )
     for done in rounds:
         losses += done.report.loss.mean(1).tolist()
     seconds = time.perf_counter() - started
-    scores = trials.evaluate(workload, trial.model, done.served.x, done.served.y)
+    scores = measure(trial, *models_in_use(trial, done.served, done.number)).scores["accuracy"]
     trial.model.remove()
-    per_client = scores["accuracy"]
+    accuracy = over_clients(scores, workload.task.metrics["accuracy"])
     return {
         "seed": seed,
         "losses": losses,
-        "accuracy": statistics.mean(v for v in per_client if v is not None),
-        "per_client": per_client,
+        "accuracy": accuracy.mean,
+        "per_client": accuracy.per_client,
         "seconds": round(seconds, 1),
     }
 
@@ -97,7 +97,7 @@ def read(files: list[Path]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", default="/work/shared/data/glue_sst2", help="folder of GLUE's SST-2")
+    parser.add_argument("--data", default=str(DATA / "glue_sst2"), help="folder of GLUE's SST-2")
     parser.add_argument("--model", help="a model folder (benchmarks/models.py makes them)")
     parser.add_argument("--read", nargs="+", type=Path, help="only compare what these files hold")
     parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=list(PATHS))
@@ -115,21 +115,21 @@ def main() -> None:
     if not given.model:
         parser.error("--model FOLDER is what to train (or --read FILE...)")
     transformers.logging.set_verbosity_error()
-    base = Config(
-        model=given.model,
-        method=("pf2lora",),
-        rounds=given.rounds,
-        lr=given.lr,
-        client_lr=given.client_lr,
-        compile=not given.no_compile,
-        data=DataSpec(
-            dataset="sst2", data_dir=given.data, num_clients=given.clients, heterogeneity=given.heterogeneity
-        ),
-    )
+    base = {
+        "model": given.model,
+        "rounds": given.rounds,
+        "lr": given.lr,
+        "client_lr": given.client_lr,
+        "compile": not given.no_compile,
+        "dataset": "sst2",
+        "data_dir": given.data,
+        "num_clients": given.clients,
+        "heterogeneity": given.heterogeneity,
+    }
     found: dict[str, list[dict[str, Any]]] = {}
     settings = {k: str(v) for k, v in vars(given).items()}
     for path in given.paths:
-        workload = prepare(replace(base, **PATHS[path]))
+        workload = prepare(from_settings(base | PATHS[path], path))
         settings |= {"machine": machine(workload.device), "versions": versions("torch", "transformers")}
         for seed in range(given.seeds):
             one = run(workload, seed)

@@ -24,6 +24,7 @@ from small_federation import LABELS, SITES, write_data, write_model
 
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.run.config import from_settings
 
 TIMED = """
 import sys
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--wire", default="float32")
     parser.add_argument("--width", type=int, default=768)
     args = parser.parse_args()
-    config = {
+    settings = {
         "rounds": args.rounds,
         "steps": args.steps,
         "batch_size": 4,
@@ -99,7 +100,8 @@ def main() -> None:
         root = Path(scratch)
         write_model(root / "model", width=args.width)
         write_data(root)
-        plan = Plan("benchmark", config, "pf2lora", SITES, LABELS, deadline=300, wire=args.wire)
+        config = from_settings(settings, "benchmark")
+        plan = Plan.of(config, "benchmark", SITES, LABELS, deadline=300, wire=args.wire)
         found = measure(root, plan)
     print(
         f"{len(SITES)} sites on {os.cpu_count()} cores, {args.rounds} rounds of {args.steps} steps, x as {args.wire}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -22,15 +24,19 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
-from pf2lora.core.method import Loss
+from pf2lora.adapters.two_level import TwoLevelModel
+from pf2lora.core.method import State, moved
+from pf2lora.data.client import Client
 from pf2lora.engines.batches import Batch, Encoded, EncodedSource
-from pf2lora.run.trial import WINDOW
+from pf2lora.run import config as configs
+from pf2lora.run import workload as workloads
+from pf2lora.run.set_up import WINDOW, Trial, set_up
+from pf2lora.run.workload import DTYPES
 from pf2lora.tasks.classification.task import Classification
 from pf2lora.tasks.generation.task import Generation
 
 LABELS = ["0", "1"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SEED = 0
 
 
 @dataclass(frozen=True)
@@ -133,46 +139,57 @@ class Workload:
     """A frozen model on a device and the clients that train on it."""
 
     def __init__(self, shape: Shape, clients: int, device: torch.device, *, rows: int) -> None:
-        self.shape, self.device = shape, device
+        self.shape, self.device, self.precision = shape, device, "float32"
         self.base = random_model(shape, device)
         words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
         self.task = Generation(tokenizer) if shape.causal else Classification(tokenizer, LABELS)
-        names = [f"client-{k}" for k in range(clients)]
-        window = WINDOW if shape.varied else 1  # as in training
-        data = random_rows(shape, clients, rows).to(device)
-        self.source = EncodedSource(data, names, shape.batch, seed=0, window=window)
+        self.names = [f"client-{k}" for k in range(clients)]
+        self.data = random_rows(shape, clients, rows).to(device)
 
-    def adapt(self, *, two_level: bool) -> TwoLevelModel:
-        """The base model with the project's default adapters; `remove()` gives the base model back."""
-        spec = AdapterSpec() if two_level else AdapterSpec(client_rank=0)
-        return TwoLevelModel(self.base, spec)
+    def to(self, precision: str) -> None:
+        """The base model in another precision; there is no way back from 16 bits."""
+        self.base.to(DTYPES[precision])  # type: ignore[arg-type]
+        self.precision = precision
 
-    def loss(self, model: TwoLevelModel) -> Loss:
-        return lambda x, y, batch: self.task.loss(model, x, y, batch)
-
-    def start(
-        self, model: TwoLevelModel, clients: int, device: torch.device | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The first x and y, moved off B = D = 0, where half of all gradients vanish."""
-        x, y = model.initial(0, self.source.names[:clients])
-        random = torch.Generator().manual_seed(0)
-        x = x + 0.02 * torch.randn(x.shape[1], generator=random)
-        y = y + 0.02 * torch.randn(y.shape, generator=random)
-        return x.to(device or self.device), y.to(device or self.device)
-
-    def source_of(self, clients: int) -> EncodedSource:
-        """The first clients alone; the rows of all stay where they are."""
-        data = self.source.data
-        return replace(
-            self.source,
-            data=replace(data, starts=data.starts[: clients + 1]),
-            names=self.source.names[:clients],
+    def set_up(self, method: str, clients: int, **settings: Any) -> Trial:
+        """The package's set-up of a method on the first clients; the rows of all stay where they are. The trial's
+        `model.remove()` gives the base model back."""
+        own = {
+            "method": [method],
+            "batch_size": self.shape.batch,
+            "group_by_length": self.shape.varied,
+            "precision": self.precision,
+        }
+        rows = replace(self.data, starts=self.data.starts[: clients + 1])
+        workload = workloads.Workload(
+            configs.from_settings(own | settings, "benchmark"),
+            self.task,
+            [Client(name, [], []) for name in self.names[:clients]],
+            self.base,
+            train=rows,
+            test=rows,
+            device=self.device,
         )
+        return set_up(workload, method, SEED)
 
-    def batches(self, clients: list[int], step: int, draws: int) -> list[Batch]:
-        """What `clients` draw for a step."""
-        return [self.source.draw(clients, [step * draws + d] * len(clients)) for d in range(draws)]
+    def plain_source(self, *, by_length: bool) -> EncodedSource:
+        """Batches as a user's collator pads them: to their own longest row."""
+        data = replace(self.data, pad_to_multiple_of=1)
+        return EncodedSource(data, self.names, self.shape.batch, SEED, window=WINDOW if by_length else 1)
+
+
+def start(trial: Trial) -> State:
+    """The first state on the device, moved off B = D = 0, where half of all gradients vanish."""
+    random = torch.Generator().manual_seed(SEED)
+    x = trial.state.x + 0.02 * torch.randn(trial.state.x.shape[1], generator=random)
+    y = trial.state.y + 0.02 * torch.randn(trial.state.y.shape, generator=random)
+    return moved(trial.method.init(x, y), trial.workload.device)
+
+
+def batches_of(source: EncodedSource, clients: Sequence[int], step: int, draws: int) -> list[Batch]:
+    """What `clients` draw for a step."""
+    return [source.draw(clients, [step * draws + d] * len(clients)) for d in range(draws)]
 
 
 GRADIENTS = {None: (1, 1), "none": (2, 2), "difference": (3, 3), "exact": (3, 4)}

@@ -34,10 +34,11 @@ from both_ways import (
     time_passes,
     time_plain,
 )
-from shapes import DTYPES, SHAPES, Workload
+from shapes import SHAPES, Workload
 from timing import ceiling, float32_products, machine, versions
 
-from pf2lora.run.trial import WINDOW
+from pf2lora.run.set_up import WINDOW
+from pf2lora.run.workload import DTYPES
 
 
 class Case(NamedTuple):
@@ -104,7 +105,7 @@ class Measurement:
         work = Workload(shape, max(*options.clients, CHECKED_CLIENTS), self.device, rows=rows)
         differences = {} if options.skip_plain else loss_differences(work, self.ways)
         for precision in sorted(options.precisions, key=list(DTYPES).index):  # float32 first: no way back
-            work.base.to(DTYPES[precision])  # type: ignore[arg-type]
+            work.to(precision)
             if precision not in self.rates:
                 self.rates[precision] = ceiling(DTYPES[precision], self.device)
             plain: dict[tuple[Way, int], Timed] = {}

@@ -14,6 +14,10 @@ from pathlib import Path
 
 import torch
 
+from pf2lora.run.costs import peak_memory, start_memory_count
+
+HOST = torch.device("cpu")
+
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
@@ -90,15 +94,14 @@ def peak_gb(device: torch.device) -> float | None:
 def start_host_memory() -> None:
     """Count the process's peak from here, where the kernel allows it."""
     gc.collect()
-    reset = Path("/proc/self/clear_refs")
-    if reset.exists():
-        reset.write_text("5")
+    start_memory_count(HOST)
 
 
 def host_peak_gb() -> float:
     """The most memory that the process held."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024 / 1e9
+    peak = peak_memory(HOST)
+    assert peak is not None, "this system does not tell how much memory a process held"
+    return peak / 1e9
 
 
 def machine(device: torch.device) -> str:

@@ -84,11 +84,12 @@ def test_the_necessary_arithmetic_is_what_torch_counts(
     shape = shapes.Shape(shapes.encoder(64, 4, 4, 100), batch=2, length=32)
     work = shapes.Workload(shape, 2, torch.device("cpu"), rows=4)
     way = both_ways.Way("pf2lora" if hypergradient_mode else "homlora", hypergradient_mode)
-    model = work.adapt(two_level=way.two_level)
-    method = both_ways.build_method(way, model)
-    batches = work.batches([0, 1], 0, way.draws)
-    counted = flops_of_step(method, work.loss(model), method.init(*work.start(model, 2)), batches)
-    assert shapes.necessary_flops(model, batches, hypergradient_mode) == pytest.approx(counted, rel=0.03)
+    trial = both_ways.set_up(work, way, 2)
+    batches = shapes.batches_of(trial.source, [0, 1], 0, trial.method.draws)
+    counted = flops_of_step(trial.method, trial.F, shapes.start(trial), batches)
+    assert shapes.necessary_flops(trial.model, batches, hypergradient_mode) == pytest.approx(
+        counted, rel=0.03
+    )
 
 
 def test_a_spent_budget_starts_nothing_and_names_what_it_skipped(
