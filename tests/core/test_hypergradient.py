@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def point() -> tuple[Tensor, Tensor]:
     return normal(M, P, seed=1), normal(M, Q, seed=2)
 
 
-def batches(count: int) -> list[Tensor]:
+def batches(count: int) -> list[Any]:
     return [normal(M, P, Q, seed=10 + i) for i in range(count)]
 
 
@@ -158,7 +160,7 @@ def test_difference_approaches_exact_as_its_step_falls(
         truth = exact(curved, *point, ALPHA, pi, last).second_order(v)  # type: ignore[misc]
         errors = []
         for step in (1e-1, 1e-2, 1e-3):
-            shift = Shift(step * v.norm(dim=1, keepdim=True), 0.0, both_sides)
+            shift = Shift(step * v.norm(dim=1, keepdim=True), least=0.0, both_sides=both_sides)
             found = difference(curved, *point, ALPHA, pi, last, shift).second_order(v)  # type: ignore[misc]
             errors.append(float((found - truth).abs().max()))
         for larger, smaller in itertools.pairwise(errors):
@@ -166,10 +168,11 @@ def test_difference_approaches_exact_as_its_step_falls(
         assert errors[-1] < 1e-2 * truth.abs().max()
 
 
-def test_a_shift_is_its_length_or_its_part_of_the_step() -> None:
+def test_a_shift_is_its_length_within_bounds() -> None:
     v = torch.tensor([[3.0, 4.0], [0.0, 0.5], [0.0, 0.0]])
     length = torch.full((3, 1), 0.1)
     assert Shift(length, 0.25).step(v, 0.2)[:2].flatten().tolist() == pytest.approx([0.05, 0.2])
+    assert Shift(length, 0.25, most=0.5).step(v, 0.2)[:2].flatten().tolist() == pytest.approx([0.05, 0.1])
     nowhere = Shift(torch.zeros(3, 1), 0.25).step(v, 0.2)  # y = 0 has no length to go by
     assert nowhere.flatten().tolist() == pytest.approx([0.05] * 3)
     for k in range(3):  # from a client's own row alone
@@ -185,7 +188,7 @@ def test_the_step_of_a_difference_is_alpha_without_a_shift(point: tuple[Tensor, 
         found = difference(curved, *point, ALPHA, pi, pi, Shift(shift, 0.0)).second_order(v)  # type: ignore[misc]
         assert torch.allclose(found, default, rtol=1e-12, atol=1e-14) is same
     for both_sides in (False, True):
-        shift = Shift(size, 0.5, both_sides)
+        shift = Shift(size, least=0.5, both_sides=both_sides)
         nothing = difference(curved, *point, ALPHA, pi, pi, shift).second_order(torch.zeros_like(v))  # type: ignore[misc]
         assert not nothing.any()
 
@@ -221,7 +224,7 @@ def test_a_smaller_zeta_is_some_rows_of_the_inner_batch(mode: str) -> None:
 
 
 @pytest.mark.parametrize("build", [regression_problem, lambda: tiny_problem("roberta", client_rank=0)])
-def test_per_fedavg_equals_autodiff_of_the_adapted_loss(build: type[Problem]) -> None:
+def test_per_fedavg_equals_autodiff_of_the_adapted_loss(build: Callable[[], Problem]) -> None:
     """`x ↦ f_outer(x − α∇f_inner(x))`."""
     p = build()
     inner, outer = (p.source.draw([0, 1, 2], [i] * 3) for i in range(2))

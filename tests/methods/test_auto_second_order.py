@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from pf2lora.run import api
 BILEVEL = [PF2LoRA, PerFedAvg]
 
 
-def run(method: Method, p: Problem, rounds: int = 4, **schedule: int) -> list[Round]:
+def run(method: Method, p: Problem, rounds: int = 4, **schedule: Any) -> list[Round]:
     state = method.init(p.x, p.y)
     return [
         done.kept() for done in train(method, p.F, state, p.source, Schedule(rounds, steps=2, **schedule))

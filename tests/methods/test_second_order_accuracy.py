@@ -4,7 +4,7 @@ large α; and how far it moves for that, and how many gradients it takes."""
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -112,8 +112,8 @@ def test_where_the_gradients_of_a_step_are_taken(
         return p.F(x, y, batch)
 
     inner, outer = (p.source.draw([0, 1, 2], [i] * 3) for i in range(2))
-    rate = "adaptation_lr" if kind is PerFedAvg else "client_lr"
-    method = kind(p.layout, precision=precision, **{rate: alpha})
+    rate: dict[str, Any] = {"adaptation_lr" if kind is PerFedAvg else "client_lr": alpha}
+    method = kind(p.layout, precision=precision, **rate)
     method.step(F, method.init(p.x, p.y), inner, outer)
     here, stepped, *moved = seen
     lower = stepped.clone().requires_grad_()
@@ -124,7 +124,8 @@ def test_where_the_gradients_of_a_step_are_taken(
         epsilon = (roundoff * ratio).clamp_min(alpha / 2)
         points = [here - epsilon * v, here + epsilon * v]
     else:
-        points = [here - roundoff**0.5 * ratio.clamp_min(alpha) * v]
+        epsilon = roundoff**0.5 * ratio.clamp_min(alpha)
+        points = [here - (epsilon.clamp_max(alpha) if kind is PerFedAvg else epsilon) * v]
     assert len(moved) == len(points)
     for found, expected in zip(moved, points):
         assert ((found - expected).norm(dim=1) < 1e-6 * (expected - here).norm(dim=1)).all()

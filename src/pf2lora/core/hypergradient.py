@@ -7,6 +7,7 @@ term `α ∇_xy F(x, y; ζ) · v`, so that what the first pass computed is used 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,19 +28,22 @@ class Lower(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """How far `difference` moves y along v: by at least `length`, and by at least `part` of the lower level's step αv.
+    """How far `difference` moves y along v: by `length`, but by `least` of the lower level's step αv at least and by
+    `most` of it at most.
 
     After too short a move the two gradients differ by their rounding, after too long a one by F's third derivatives,
     too. A move to both sides cancels these, for one gradient more.
     """
 
     length: Tensor  # (M, 1)
-    part: float
+    least: float
+    most: float = math.inf
     both_sides: bool = False
 
     def step(self, v: Tensor, alpha: float) -> Tensor:
         """(M, 1) each client's ε: y moves by εv."""
-        return (self.length / v.norm(dim=1, keepdim=True).clamp_min(1e-30)).clamp_min(self.part * alpha)
+        epsilon = self.length / v.norm(dim=1, keepdim=True).clamp_min(1e-30)
+        return epsilon.clamp(self.least * alpha, self.most * alpha)
 
 
 def exact(

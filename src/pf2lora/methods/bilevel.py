@@ -62,7 +62,7 @@ class Bilevel(Method):
         the shift and what F's third derivatives add grows with it, and there the two are about equal.
         """
         root = ROUNDOFF[self.precision] ** 0.5
-        return Shift(root * lower.norm(dim=1, keepdim=True), root)
+        return Shift(root * lower.norm(dim=1, keepdim=True), least=root)
 
     def init(self, x: Tensor, y: Tensor) -> State:
         s = super().init(x, y)

@@ -31,13 +31,14 @@ class PerFedAvg(Bilevel):
     adapts_before_use: ClassVar[bool] = True
 
     def shift(self, lower: Tensor) -> Shift:
-        """∇²F·v is a large part of the hypergradient, too large for one side's error in 16 bits. Of both sides,
-        the shortest shift that rounding allows: half the step αv, where the term is rounded no more than any
-        difference of two gradients, and not under the roundoff of `lower`, where the shift itself would be lost.
+        """∇²F·v is a large part of the hypergradient: after the step αv it stands out of float32's rounding, and no
+        longer shift is needed. In 16 bits it is too large for one side's error. Of both sides, the shortest shift that
+        rounding allows: half the step αv, where the term is rounded no more than any difference of two gradients,
+        and not under the roundoff of `lower`, where the shift itself would be lost.
         """
         if self.precision == "float32":
-            return super().shift(lower)
-        return Shift(ROUNDOFF[self.precision] * lower.norm(dim=1, keepdim=True), 0.5, both_sides=True)
+            return super().shift(lower)._replace(most=1.0)
+        return Shift(ROUNDOFF[self.precision] * lower.norm(dim=1, keepdim=True), least=0.5, both_sides=True)
 
     @property
     def alpha(self) -> float:
