@@ -27,15 +27,15 @@ from pf2lora.engines.local import Schedule, train
 from pf2lora.errors import UserError
 from pf2lora.methods.pf2lora import PF2LoRA
 
-ROBERTA_LARGE = {
+ROBERTA_LARGE: dict[str, Any] = {
     "hidden_size": 1024,
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "intermediate_size": 4096,
 }
-DEBERTA_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
-GPT2_MEDIUM = {"n_embd": 1024, "n_layer": 24, "n_head": 16}
-GPT2_XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
+DEBERTA_BASE: dict[str, Any] = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+GPT2_MEDIUM: dict[str, Any] = {"n_embd": 1024, "n_layer": 24, "n_head": 16}
+GPT2_XL: dict[str, Any] = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_unknown_targets_list_the_candidates() -> None:
     with pytest.raises(UserError, match=r"'q_proj'.*roberta.*choose from: dense, key, query, value$"):
         tiny_two_level("roberta", targets=("query", "q_proj"))
     model = tiny_model("roberta")
-    model.config.model_type = "unheard-of"
+    model.config.model_type = "unheard-of"  # type: ignore[misc]
     with pytest.raises(
         UserError, match=r"no default targets are known.*unheard-of.*dense, key, query, value$"
     ):

@@ -150,8 +150,8 @@ def test_contradictions_are_errors(settings: Settings, message: str) -> None:
 
 
 def test_bad_choices_for_the_rows_there_are(files: Path) -> None:
-    pooled = {"partition": "groups", "partition_column": "topic"}
-    for settings, message in [
+    pooled: Settings = {"partition": "groups", "partition_column": "topic"}
+    cases: list[tuple[Settings, str]] = [
         (pooled | {"groups": ("x",)}, "'x' is not a group: write name=value,value"),
         (pooled | {"groups": ("x=t0", "x=t1")}, "two groups are named 'x'"),
         (pooled | {"groups": ("x=t0",)}, "value 't1' belong to no client"),
@@ -164,7 +164,8 @@ def test_bad_choices_for_the_rows_there_are(files: Path) -> None:
             {"partition": "heterogeneity", "num_clients": 20, "size_ratio": 30},
             r"client 'client-\d+' would get [12] training and 1 test rows; at least 4",
         ),
-    ]:
+    ]
+    for settings, message in cases:
         with pytest.raises(UserError, match=message):
             load_clients([files], **settings)
 

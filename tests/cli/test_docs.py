@@ -118,8 +118,6 @@ def test_commands_in_running_text_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
-    if page.name == "performance.md":
-        pytest.xfail("it names two tests by the places they had before")
     text = page.read_text(encoding="utf8")
     named = re.findall(r"\b((?:benchmarks|docs|src|tests)/[\w./-]*\w)", text)
     linked = re.findall(r"\]\((?!https:)([^)#\s]+)", text)

@@ -216,7 +216,11 @@ def test_whose_model_is_not_there(
     command: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     file = write_jsonl(tmp_path / "rows.jsonl", sentences(8, seed=9))
-    what = {"predict": ["a film"], "evaluate": [file], "export": ["--out", tmp_path / "model"]}[command]
+    inputs: dict[str, list[object]] = {
+        "predict": ["a film"],
+        "evaluate": [file],
+        "export": ["--out", tmp_path / "model"],
+    }
     for where, message in (
         (["all", "--client", "nobody", "--method", "centralized"], "has no client 'nobody'"),
         (["all", "--method", "local"], "method 'local' has no common adapter"),
@@ -224,7 +228,7 @@ def test_whose_model_is_not_there(
         (["nowhere"], "there is no run folder"),
         (["model"], "is no run folder"),
     ):
-        args = [command, world.root / where[0], *what, *where[1:]]
+        args = [command, world.root / where[0], *inputs[command], *where[1:]]
         code, out, err = command_line(monkeypatch, capsys, *args)
         assert (code, out, err.count("\n")) == (2, "", 1) and message in err, err
     assert not (tmp_path / "model").exists()

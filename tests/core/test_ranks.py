@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pf2lora.core.layout import Entry, Layout
+from pf2lora.core.layout import Entry, Kind, Layout
 from pf2lora.core.ranks import (
     client_share,
     learned_ranks,
@@ -20,7 +20,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def two_modules(down: str, up: str, rank: int) -> Layout:
+def two_modules(down: Kind, up: Kind, rank: int) -> Layout:
     entries = [
         Entry(module, kind, shape)
         for module, n, m in (("q", 7, 5), ("v", 4, 9))

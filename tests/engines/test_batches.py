@@ -9,7 +9,7 @@ from tiny import tiny_data
 
 from pf2lora.core.randomness import keep_mask, participants, stream_seed
 from pf2lora.engines.batches import Batch, EncodedSource, batch_rows
-from pf2lora.tasks.base import evaluation_batches, predict_rows
+from pf2lora.tasks.base import EvaluationBatch, evaluation_batches, predict_rows
 
 
 @pytest.mark.parametrize(("rows", "size"), [(10, 3), (7, 7), (2, 5), (1, 4), (12, 4)])
@@ -120,8 +120,8 @@ def test_evaluation_sees_every_row_once_and_answers_in_order(
         assert answers[k] == [(float(k), label) for label in labels[start:stop]]
 
 
-def real_rows(batch: object) -> list[int]:
-    clients, index, real = batch  # type: ignore[misc]
+def real_rows(batch: EvaluationBatch) -> list[int]:
+    clients, index, real = batch
     width = len(index) // len(clients)
     return [int(index[i * width + j]) for i, count in enumerate(real) for j in range(count)]
 

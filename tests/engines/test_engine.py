@@ -30,7 +30,7 @@ def test_the_same_seed_gives_the_same_bits(dtype: torch.dtype) -> None:
     for _ in range(2):
         p = tiny_problem("roberta", dropout=0.2)
         assert p.model is not None
-        p.model.model.to(dtype)
+        p.model.model.to(dtype)  # type: ignore[arg-type]
         p = p._replace(x=p.x.to(dtype), y=p.y.to(dtype))
         results.append(run(PF2LoRA(p.layout), p, Schedule(rounds=2, steps=2, participation=0.7)))
     for a, b in zip(*results):
@@ -175,7 +175,7 @@ def with_nan(p: Problem, client: int, batch_number: int) -> Problem:
     assert isinstance(source, RegressionSource)
     marked = source.draw([client], [batch_number]).tensors["inputs"][0]
     inputs = [rows.clone() for rows in source.inputs]
-    row = (inputs[client] == marked).all(1).nonzero().item()
+    row = int((inputs[client] == marked).all(1).nonzero().item())
     assert (batch_number + 1) * source.size <= source.sizes[client]  # the first epoch: each row comes once
     inputs[client][row, 0] = torch.nan
     return p._replace(source=replace(source, inputs=inputs))

@@ -157,7 +157,11 @@ def test_replays_begin_where_the_last_step_ended(
     runs = []
     for graphs, per_pass in ((False, None), (True, None), (True, 2)):
         p = tiny_problem("roberta")
-        method = METHODS[name](p.layout, **({"client_lr": 1e-4} if name != "homlora" else {}), **options)
+        method = METHODS[name](
+            p.layout,
+            **({"pf2lora": {"client_lr": 1e-4}, "per-fedavg": {"adaptation_lr": 1e-4}}.get(name, {})),
+            **options,
+        )
         source = replace(p.source, window=4, alike=method.draws)  # type: ignore[type-var]
         schedule = Schedule(3, 4, clients_per_pass=per_pass)
         StandInGraph.replays = 0

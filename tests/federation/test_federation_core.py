@@ -104,6 +104,7 @@ def test_bfloat16_halves_the_bytes_and_stays_close(tmp_path: Path) -> None:
         totals.append(
             sum(sum(t.nbytes for t in messages.decode(d).tensors.values()) for _, d in small.messages)
         )
+        assert small.coordinator.common is not None
         commons.append(small.coordinator.common)
     assert totals[1] * 2 == totals[0]
     assert 0 < (commons[0] - commons[1]).norm() / commons[0].norm() < 0.05

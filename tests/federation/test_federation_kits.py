@@ -126,14 +126,16 @@ def expire(folder: Path) -> None:
     """A client.crt that ended yesterday."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
     key = load_pem_private_key((folder / "client.key").read_bytes(), None)
+    assert isinstance(key, RSAPrivateKey)
     now = datetime.datetime.now(datetime.UTC)
     name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, "clinic-a")])
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
     builder = builder.serial_number(1).not_valid_before(now - datetime.timedelta(days=9))
-    certificate = builder.not_valid_after(now - datetime.timedelta(days=1)).sign(key, hashes.SHA256())  # type: ignore[arg-type]
+    certificate = builder.not_valid_after(now - datetime.timedelta(days=1)).sign(key, hashes.SHA256())
     (folder / "client.crt").write_bytes(certificate.public_bytes(Encoding.PEM))
 
 

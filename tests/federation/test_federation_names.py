@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from small_federation import Small, local_run, make_plan, write_data, write_model, write_site_file
 
-from pf2lora.data.per_client import check_name as check_client_name
+from pf2lora.data.client import check_name as check_client_name
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol.names import check_sites, is_site_name, site_names
 from pf2lora.federation.protocol.site_setup import read_site_file
+from pf2lora.run.config import merged
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,3 +89,14 @@ def test_a_clients_name_must_serve_as_a_folders_name(tmp_path: Path) -> None:
 def test_two_sites_of_one_name_are_no_plan() -> None:
     with pytest.raises(UserError, match="two sites are called 'site-1'"):
         replace(make_plan(), sites=("site-1", "site-1"))
+
+
+@pytest.mark.parametrize("setting", [{"method": ["json:loads"]}, {"task": "os:path"}])
+def test_no_site_imports_a_module_because_a_plan_says_so(setting: dict[str, Any]) -> None:
+    plan = make_plan("homlora")
+    with pytest.raises(UserError, match="no site imports a module because a plan says so"):
+        replace(
+            plan,
+            method=setting.get("method", [plan.method])[0],
+            config=merged(plan.config, {"task": {"name": setting.get("task", "classification")}}),
+        )

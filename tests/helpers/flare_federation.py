@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,18 @@ class Flare:
     def start(self, *names: str) -> None:
         """Start participants and wait until they are there."""
         began = time.time()
+
+        def registered(name: str) -> bool:
+            file = self.kits["server"] / run_status.SITES / name
+            return file.exists() and file.stat().st_mtime >= began
+
         for name in names:
             with (self.root / f"{name}.log").open("ab") as log:
                 settings = {"OMP_NUM_THREADS": "1"} | self.environment.get(name, {})
                 self.started[name] = processes.start(processes.open_kit(self.kits[name]), log, settings)
         for name in names:
             if name != "server":
-                file = self.kits["server"] / run_status.SITES / name
-                self.wait(lambda f=file: f.exists() and f.stat().st_mtime >= began, 90, f"{name} to register")
+                self.wait(partial(registered, name), 90, f"{name} to register")
 
     def submit(self) -> str:
         return admin.submit(self.kits[LEAD], self.plan)

@@ -44,7 +44,7 @@ Row = Mapping[str, str]
 def sentences(count: int, seed: int, secret: str = "", flipped: bool = False) -> list[Row]:
     """Texts whose label one word decides; where `flipped`, the same words mean the opposite."""
     random = np.random.default_rng(seed)
-    rows = []
+    rows: list[Row] = []
     for i in range(count):
         positive = bool(random.integers(2)) if i > 1 else bool(i)
         word = random.choice(GOOD if positive else BAD)

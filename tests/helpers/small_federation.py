@@ -19,7 +19,7 @@ from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.allow_list import AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.federation.protocol.server import RoundRecord, ServerSession
 from pf2lora.federation.protocol.site import SiteSession
 from pf2lora.federation.protocol.site_setup import SiteSetup, build, state_folder
 from pf2lora.run.comparison import prepare
@@ -40,16 +40,16 @@ def write_model(folder: Path, seed: int = 0, width: int = 16) -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
     fast.save_pretrained(folder)
     torch.manual_seed(seed)
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=2 * width,
-        max_position_embeddings=40,
-        num_labels=2,
-    )
-    model = BertForSequenceClassification(config)
+    sizes: dict[str, Any] = {
+        "vocab_size": 50,
+        "hidden_size": width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 2 * width,
+        "max_position_embeddings": 40,
+        "num_labels": 2,
+    }
+    model = BertForSequenceClassification(BertConfig(**sizes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -158,7 +158,7 @@ class Small:
         for site, answer in self.ask(dict.fromkeys(self.files, self.coordinator.hello())).items():
             self.coordinator.register(site, answer)
 
-    def round(self, present: list[str] | None = None) -> dict[str, Any]:
+    def round(self, present: list[str] | None = None) -> RoundRecord:
         """One round; `present` are those who answer."""
         there = list(self.files) if present is None else present
         answers = self.ask(self.coordinator.requests(there, evaluation_rounds(self.plan.run.training)))

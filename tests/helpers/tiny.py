@@ -35,7 +35,7 @@ from pf2lora.methods.pf2lora_joint import PF2LoRAJoint
 from pf2lora.tasks.classification.task import Classification
 
 VOCABULARY, WIDTH, LABELS = 50, 16, 3
-SMALL = {"vocab_size": VOCABULARY, "num_labels": LABELS, "pad_token_id": 1}
+SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "num_labels": LABELS, "pad_token_id": 1}
 ENCODER = SMALL | {
     "hidden_size": WIDTH,
     "num_hidden_layers": 2,
@@ -44,22 +44,22 @@ ENCODER = SMALL | {
     "max_position_embeddings": 40,
 }
 
+DEBERTA: dict[str, Any] = ENCODER | {
+    "relative_attention": True,
+    "position_buckets": 8,
+    "max_relative_positions": -1,
+    "share_att_key": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+    "pooler_hidden_size": WIDTH,
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "bert": BertConfig(**ENCODER),
     "roberta": RobertaConfig(**ENCODER, type_vocab_size=1),
     "mpnet": MPNetConfig(**ENCODER),
-    "deberta-v2": DebertaV2Config(
-        **ENCODER,
-        relative_attention=True,
-        position_buckets=8,
-        max_relative_positions=-1,
-        share_att_key=True,
-        pos_att_type=["p2c", "c2p"],
-        norm_rel_ebd="layer_norm",
-        position_biased_input=False,
-        type_vocab_size=0,
-        pooler_hidden_size=WIDTH,
-    ),
+    "deberta-v2": DebertaV2Config(**DEBERTA),
     "gpt2": GPT2Config(**SMALL, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=40),
     "llama": LlamaConfig(**ENCODER, num_key_value_heads=1),
 }
@@ -77,7 +77,7 @@ def tiny_model(
                 parameter.normal_(0, 0.3)
             elif "bias" in name:
                 parameter.normal_(0, 0.1)
-    return in_one_precision(model).to(dtype).eval()
+    return in_one_precision(model).to(dtype).eval()  # type: ignore[arg-type]
 
 
 def in_one_precision(model: PreTrainedModel) -> PreTrainedModel:

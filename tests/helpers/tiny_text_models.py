@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from tokenizers_for_tests import word_piece
@@ -37,7 +38,7 @@ WORDS = [
 ]
 TEXTS = [" ".join(WORDS), "Where is the key? Who has it, and when?", "Ünïcödé – «quoted» naïve."]
 TOKENIZER = word_piece(TEXTS)
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 400,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -46,19 +47,19 @@ SMALL = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+DEBERTA: dict[str, Any] = SMALL | {
+    "relative_attention": True,
+    "position_buckets": 16,
+    "max_relative_positions": -1,
+    "share_att_key": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+}
 READERS: dict[str, PretrainedConfig] = {
     "bert": BertConfig(**SMALL),
-    "deberta-v2": DebertaV2Config(
-        **SMALL,
-        relative_attention=True,
-        position_buckets=16,
-        max_relative_positions=-1,
-        share_att_key=True,
-        pos_att_type=["p2c", "c2p"],
-        norm_rel_ebd="layer_norm",
-        position_biased_input=False,
-        type_vocab_size=0,
-    ),
+    "deberta-v2": DebertaV2Config(**DEBERTA),
 }
 
 

@@ -32,8 +32,9 @@ def word_piece(texts: Iterable[str], size: int = 400) -> PreTrainedTokenizerFast
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
+    number = tokenizer.get_vocab()
     tokenizer.post_processor = processors.BertProcessing(
-        ("[SEP]", tokenizer.token_to_id("[SEP]")), ("[CLS]", tokenizer.token_to_id("[CLS]"))
+        ("[SEP]", number["[SEP]"]), ("[CLS]", number["[CLS]"])
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -26,7 +26,8 @@ def p() -> Problem:
 
 
 def het(p: Problem, **options: Any) -> HetLoRA:
-    return HetLoRA(p.layout, **({"lr": 0.02, "ranks": (2, 4, 6), "gamma": 0.7, "penalty": 0.1} | options))
+    given: dict[str, Any] = {"lr": 0.02, "ranks": (2, 4, 6), "gamma": 0.7, "penalty": 0.1}
+    return HetLoRA(p.layout, **given | options)
 
 
 def factors(p: Problem, x: Tensor, client: int) -> list[tuple[Tensor, Tensor]]:

@@ -138,7 +138,8 @@ def test_per_fedavg_is_measured_after_one_step_on_the_clients_own_batch() -> Non
 @pytest.mark.parametrize("name", [n for n in METHODS if n != "per-fedavg"])
 def test_the_others_are_measured_as_they_are(name: str) -> None:
     p = regression_problem()
-    method = METHODS[name](p.layout, **({"ranks": (4, 4, 4)} if name == "hetlora" else {}))
+    options: dict[str, Any] = {"ranks": (4, 4, 4)} if name == "hetlora" else {}
+    method = METHODS[name](p.layout, **options)
     x, y = method.personal(p.F, method.init(p.x, p.y), p.source.draw(ALL, [0] * 3))
     assert torch.equal(x, p.x) and torch.equal(y, p.y)
 
@@ -165,7 +166,7 @@ def test_y_is_untouched_by_send_and_absent_from_what_is_sent(setting: str) -> No
 def test_the_head_leaves_only_when_it_is_shared(head: str) -> None:
     p = tiny_problem("roberta", head=head)
     assert p.model is not None
-    classifier = sum(q.numel() for q in p.model.model.classifier.parameters())
+    classifier = sum(q.numel() for q in p.model.model.get_submodule("classifier").parameters())
     adapters = 2 * 2 * 2 * 4 * 16  # 2 layers, query and value, A and B, rank 4, width 16
     assert p.layout.adapter_size == adapters
     assert p.layout.head_size == (0 if head == "frozen" else classifier)

@@ -86,7 +86,7 @@ def test_difference_is_exact_on_a_quadratic() -> None:
 def test_bad_settings_are_one_line() -> None:
     for bad in ({"condition": 1.0}, {"steps": 3}, {"hypergradient_mode": "magic"}):
         with pytest.raises(UserError):
-            Settings(**bad)  # type: ignore[arg-type]
+            Settings(**bad)
 
 
 def test_the_command_writes_json_and_pictures(tmp_path: Path) -> None:

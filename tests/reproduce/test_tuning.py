@@ -68,7 +68,7 @@ def test_the_tuning_sees_no_reported_problem_and_no_test_row(monkeypatch: pytest
         return problem
 
     def outcome(found: Tuning) -> list[float | None]:
-        return [t.validation_loss and t.validation_loss["served"] for t in found.tries]
+        return [t.validation_loss["served"] if t.validation_loss else None for t in found.tries]
 
     seen = tune("hetlora", SHORT)
     monkeypatch.setattr(tuning, "make_problem", without_test_rows)

@@ -297,3 +297,28 @@ def test_python_takes_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     api.federate(model="m", clients=[Path("a.jsonl"), "b.jsonl"], out=Path("o"))
     assert [c.data.clients for c in seen] == [("a.jsonl",), ("a.jsonl", "b.jsonl")]
     assert (seen[0].model.name, seen[0].output.out, seen[1].output.out) == ("m", "", "o")
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_a_row_written_as_a_record_is_read_again_as_it_was(task: str, tmp_path: Path) -> None:
+    """A rehearsal's sites train on the rows that a local run has."""
+    import json
+
+    from pf2lora.tasks.classification.rows import TextRow
+    from pf2lora.tasks.generation.prompts import PromptRow
+    from pf2lora.tasks.question_answering.rows import QuestionRow
+
+    context = "the key is in the salt. the key is under the stone."
+    rows: dict[str, list[Any]] = {
+        "classification": [TextRow("a text", "1", "and another"), TextRow("a\ttext", "b", "c")],
+        "question-answering": [
+            QuestionRow("q1", context, "where?", ("the key", "stone"), (24, 45), "keys"),
+            QuestionRow("q2", context, "why?", (), ()),
+        ],
+        "generation": [PromptRow("name : A", ("one.", "two."), "A"), PromptRow("x", ("[a]",), "B")],
+    }
+    settings = TASKS[task]()
+    own = TASKS[task](**settings.record_columns(rows[task]))  # type: ignore[call-arg]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(own.to_record(row)) + "\n" for row in rows[task]))
+    assert own.rows(own.read_records(file)) == rows[task]

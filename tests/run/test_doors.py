@@ -17,6 +17,7 @@ from little_world import World, command_line, make_world, opened, write_jsonl
 from tiny import regression_problem
 
 import pf2lora
+from pf2lora.core.method import Method
 from pf2lora.engines.local import Schedule, train
 from pf2lora.errors import UserError
 from pf2lora.methods.homlora import HomLoRA
@@ -104,7 +105,12 @@ def test_an_installed_packages_names_work_like_ours(outside: Path, world: World,
 def test_without_its_pull_it_is_homlora(outside: Path) -> None:
     fedprox = importlib.import_module("fedprox")
     ends = []
-    for kind, options in ((HomLoRA, {}), (fedprox.FedProx, {"mu": 0.0}), (fedprox.FedProx, {"mu": 1.0})):
+    ways: list[tuple[type[Method], dict[str, Any]]] = [
+        (HomLoRA, {}),
+        (fedprox.FedProx, {"mu": 0.0}),
+        (fedprox.FedProx, {"mu": 1.0}),
+    ]
+    for kind, options in ways:
         p = regression_problem()
         method = kind(p.layout, lr=0.01, **options)
         *_, last = train(method, p.F, method.init(p.x, p.y), p.source, Schedule(rounds=3, steps=4))

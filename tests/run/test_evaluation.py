@@ -50,12 +50,13 @@ def test_each_point_is_measured_with_its_own_state(world: World) -> None:
 
 def test_the_mean_is_over_all_clients() -> None:
     up, down = METRICS["accuracy"], METRICS["loss"]
+    about: Any = pytest.approx
     assert over_clients([0.5, 0.9, 1.0], up) == OverClients(
-        [0.5, 0.9, 1.0], pytest.approx(0.8), 0.5, pytest.approx(np.std([0.5, 0.9, 1.0]))
+        [0.5, 0.9, 1.0], about(0.8), 0.5, about(np.std([0.5, 0.9, 1.0]))
     )
     assert over_clients([0.5, 2.0], down).worst == 2.0
     assert over_clients([0.5, None, 0.7], up) == OverClients(
-        [0.5, None, 0.7], pytest.approx(0.6), 0.5, pytest.approx(0.1)
+        [0.5, None, 0.7], about(0.6), 0.5, about(0.1)
     )
     assert over_clients([None, None], up) == OverClients([None, None], None, None, None)
 

@@ -1,11 +1,14 @@
-"""What a client holds: rows to train on and rows to be tested on. It never leaves the client."""
+"""What a client holds, which never leaves it; and whose rows are whose: one file per client, or a column that says."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
-from pf2lora.data.files import Record
+from pf2lora.data.files import Record, columns_of, natural_order, read_records, require_column
+from pf2lora.errors import UserError
 
 Row = TypeVar("Row", covariant=True)
 
@@ -29,3 +32,60 @@ class Pool(Generic[Row]):
     train_records: list[Record] | None = None
     test_records: list[Record] | None = None
     order: tuple[str, ...] | None = None
+
+
+def check_name(name: str, where: str | Path) -> str:
+    """A client's name, which must serve as a folder's name: its adapter is written to clients/<name>/."""
+    if name in ("", ".", "..") or any(c in '/\\:*?"<>|' or not c.isprintable() for c in name):
+        raise UserError(f"{where}: {name!r} cannot name a client: it cannot be a folder's name")
+    return name
+
+
+def records_per_client(
+    paths: Sequence[Path],
+    client_column: str | None,
+    read: Callable[[Path], list[Record]] = read_records,
+) -> dict[str, list[Record]]:
+    """Each client's records: named by the column if there is one, else by the file's name without suffix.
+
+    `read` gives a file's records; a task may know formats of its own.
+    """
+    if client_column is not None:
+        return _by_column(paths, client_column, read)
+    clients: dict[str, list[Record]] = {}
+    files: dict[str, Path] = {}
+    for path in paths:
+        name = check_name(path.stem, path)
+        if name in files:
+            raise UserError(f"{files[name]} and {path} would both be client {name!r}: rename one of them")
+        files[name] = path
+        clients[name] = read(path)
+    return clients
+
+
+def _by_column(
+    paths: Sequence[Path], column: str, read: Callable[[Path], list[Record]]
+) -> dict[str, list[Record]]:
+    clients: dict[str, list[Record]] = {}
+    for path in paths:
+        records = read(path)
+        require_column(column, columns_of(records), path, "--client-column")
+        for record in records:
+            clients.setdefault(check_name(record.name(column), record.where), []).append(record)
+    return {name: clients[name] for name in natural_order(clients)}
+
+
+def check_same_clients(train: Iterable[str], test: Iterable[str]) -> None:
+    """Separate test data must be there for every client, and for no one else."""
+    trained, tested = set(train), set(test)
+    for name in natural_order(trained - tested):
+        raise UserError(f"client {name!r} has no test data (there is some for: {_listed(tested)})")
+    for name in natural_order(tested - trained):
+        raise UserError(
+            f"client {name!r} has test data but nothing to train on (clients: {_listed(trained)})"
+        )
+
+
+def _listed(names: set[str]) -> str:
+    ordered = natural_order(names)
+    return ", ".join(ordered[:8]) + (f" and {len(ordered) - 8} more" if len(ordered) > 8 else "")

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pf2lora.core.streams import numpy_generator
-from pf2lora.data.client import Client, Pool
+from pf2lora.data.client import Client, Pool, check_same_clients, records_per_client
 from pf2lora.data.files import Record, expand_paths, natural_order
-from pf2lora.data.per_client import check_same_clients, records_per_client
 from pf2lora.data.settings import DataSettings
 from pf2lora.data.sharing import PARTITIONS, share_out
 from pf2lora.data.split import MINIMUM_ROWS, split_rows, subsample

@@ -18,11 +18,15 @@ class DataSettings:
     client_column: str | None = setting(None, "column that names each row's client")
     test_ratio: float = setting(0.2, "share of each client's rows to test on")
     dataset: str | None = setting(None, "a data set that the task knows by name")
-    data_dir: str | None = setting(None, "folder of the data set's official files; without it, the hub")
+    data_dir: str | None = setting(
+        None, "folder of the data set's official files; GLUE and SQuAD come from the hub without it"
+    )
     partition: str | None = setting(
         None, "share pooled rows out by heterogeneity, dirichlet, column, groups or even-groups"
     )
-    num_clients: int | None = setting(None, "number of clients (8; column: one per value)")
+    num_clients: int | None = setting(
+        None, "number of clients (default: the data set's, else 8; column: one per value)"
+    )
     heterogeneity: float | None = setting(
         None, "0: i.i.d. … 1: sorted by label or topic (default: the paper's for the data set, else 0.9)"
     )

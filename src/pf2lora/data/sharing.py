@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pf2lora.data import partition
-from pf2lora.data.client import Client, Pool
+from pf2lora.data.client import Client, Pool, check_name
 from pf2lora.data.files import Record, columns_of, natural_order, require_column
-from pf2lora.data.per_client import check_name
 from pf2lora.data.settings import DataSettings
 from pf2lora.data.split import MINIMUM_ROWS
 from pf2lora.errors import UserError

@@ -159,6 +159,7 @@ def costs(series: list[Series]) -> list[dict[str, Any]]:
         ),
         "flops": (numbers.flops, [_mean(s.cost("flops_per_round")) for s in series]),
         "seconds": (numbers.duration, [_mean(s.cost("seconds")) for s in series]),
+        "evaluation": (numbers.duration, [_mean(s.cost("evaluation_seconds")) for s in series]),
         "memory": (numbers.size, [_mean(s.cost("peak_memory_bytes")) for s in series]),
     }
     rows: list[dict[str, Any]] = [{"series": s, "cells": []} for s in series]

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from pf2lora.atomic import write_json
 from pf2lora.core.method import Method
-from pf2lora.data.client import Client
+from pf2lora.data.client import Client, check_name
 from pf2lora.data.loading import read_rows, split_client
-from pf2lora.data.per_client import check_name
 from pf2lora.data.split import MINIMUM_ROWS
 from pf2lora.engines.batches import Encoded
 from pf2lora.engines.local import Schedule, Step, train

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loading import load_clients
@@ -15,7 +16,7 @@ from pf2lora.tasks.generation.prompts import PromptRow
 
 
 def load_e2e(path: Path, clients: int | None = None) -> list[Client[PromptRow]]:
-    counted = {} if clients is None else {"num_clients": clients}
+    counted: dict[str, Any] = {} if clients is None else {"num_clients": clients}
     return load_clients(task="generation", dataset="e2e", data_dir=path, **counted)
 
 

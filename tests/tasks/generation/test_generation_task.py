@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from transformers import (
 
 from pf2lora.adapters.base_model import load_tokenizer
 from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
-from pf2lora.engines.batches import Batch, EncodedSource
+from pf2lora.engines.batches import Batch, Encoded, EncodedSource
 from pf2lora.engines.local import Schedule, train
 from pf2lora.errors import UserError
 from pf2lora.methods.pf2lora import PF2LoRA
@@ -48,18 +49,18 @@ def two_level(kind: str, clients: int, size: float = 0.5) -> tuple[TwoLevelModel
     return model, x, y
 
 
-def task(generation_batch: int = 3, **settings: object) -> Generation:
-    given = {"max_length": 64, "max_new_tokens": 12} | settings
-    return Generation(TOKENIZER, GenerationSettings(**given), generation_batch=generation_batch)  # type: ignore[arg-type]
+def task(generation_batch: int = 3, **settings: Any) -> Generation:
+    given: dict[str, Any] = {"max_length": 64, "max_new_tokens": 12}
+    return Generation(TOKENIZER, GenerationSettings(**given | settings), generation_batch=generation_batch)
 
 
 def rows(*prompts: str, targets: Sequence[str] = ("It is near the river.",)) -> list[PromptRow]:
     return [PromptRow(prompt, tuple(targets)) for prompt in prompts]
 
 
-def whole(encoded: object, clients: int) -> Batch:
+def whole(encoded: Encoded, clients: int) -> Batch:
     """All rows of clients of equal size as one batch."""
-    return Batch(clients, encoded.rows(np.arange(encoded.starts[-1])))  # type: ignore[attr-defined]
+    return Batch(clients, encoded.rows(np.arange(encoded.starts[-1])))
 
 
 def test_example_is_prompt_separator_target_end() -> None:
@@ -123,7 +124,7 @@ def test_left_padded() -> None:
     ],
     ids=["greedy", "beam", "beam-bigrams"],
 )
-def test_clients_together_generate_what_each_generates_alone(kind: str, decoding: dict[str, object]) -> None:
+def test_clients_together_generate_what_each_generates_alone(kind: str, decoding: dict[str, Any]) -> None:
     model, x, y = two_level(kind, 3)
     prompts = [
         ["pizza", "a longer prompt about noodles", "tapas"],
@@ -146,7 +147,7 @@ def test_clients_together_generate_what_each_generates_alone(kind: str, decoding
 @KINDS
 def test_greedy_generation_is_the_argmax_without_padding_or_cache(kind: str) -> None:
     model, x, y = two_level(kind, 2)
-    decoding = {"beams": 1, "no_repeat_ngram": 0, "max_new_tokens": 8}
+    decoding: dict[str, Any] = {"beams": 1, "no_repeat_ngram": 0, "max_new_tokens": 8}
     prompts = ["pizza", "a longer prompt about noodles"]
     found = task(**decoding).generate(model, x, y, [[p] for p in prompts])
     for k, prompt in enumerate(prompts):
@@ -157,7 +158,7 @@ def test_greedy_generation_is_the_argmax_without_padding_or_cache(kind: str) -> 
             ids.append(int(logits[0, -1].argmax()))
             if ids[-1] == TOKENIZER.eos_token_id:
                 break
-        assert found[k][0] == TOKENIZER.decode(ids[start:], skip_special_tokens=True).strip()
+        assert found[k][0] == str(TOKENIZER.decode(ids[start:], skip_special_tokens=True)).strip()
 
 
 def test_no_repeat_ngram_counts_the_text_but_not_the_prompt() -> None:
@@ -209,7 +210,7 @@ def test_training_evaluation_and_generation_end_to_end(kind: str) -> None:
     method = PF2LoRA(model.x, lr=1e-2, client_lr=0.3, hypergradient_mode="difference")
     source = EncodedSource(encoded, ["one", "two"], 4, 0)
     first = [generation.score(p, r) for p, r in zip(generation.predict(model, x, y, test), clients)]
-    for done in train(method, partial(generation.loss, model), method.init(x, y), source, Schedule(8, 10)):
+    for done in train(method, partial(generation.loss, model), method.init(x, y), source, Schedule(12, 10)):
         last = done
     x, y = last.served.x, last.served.y
     predictions = generation.predict(model, x, y, test, final=True)

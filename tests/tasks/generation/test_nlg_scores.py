@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -66,7 +68,7 @@ def test_webnlg_meteor_is_that_of_the_official_command(e2e_files: tuple[Path, Pa
     filled = [(item + [item[0]] * 6)[:6] for item in items]
     references.write_text("\n".join(lora_tokenize(text) for item in filled for text in item))
     jar = java._package_folder() / "meteor" / "meteor-1.5.jar"
-    command = ["java", "-Dfile.encoding=UTF-8", "-Xmx2G", "-jar", jar, hypotheses, references]
+    command: list[str | Path] = ["java", "-Dfile.encoding=UTF-8", "-Xmx2G", "-jar", jar, hypotheses, references]
     command += ["-l", "en", "-norm", "-r", "6"]
     official = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     scores = webnlg_scores(outputs, items)
@@ -96,11 +98,14 @@ def test_empty_outputs_and_line_separators_keep_their_places() -> None:
 @needs_java
 def test_one_meteor_serves_many_calls_with_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = java.meteor(SYSTEM, REFERENCES), java.meteor(SYSTEM[:1], REFERENCES[:1])
-    started = []
+    started: list[Any] = []
     popen = subprocess.Popen
-    monkeypatch.setattr(
-        java.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1]
-    )
+
+    def start(*args: Any, **options: Any) -> Any:
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(java.subprocess, "Popen", start)
     with java.one_meteor():
         together = java.meteor(SYSTEM, REFERENCES), java.meteor(SYSTEM[:1], REFERENCES[:1])
     assert together == alone and len(started) == 1
@@ -179,7 +184,9 @@ def test_lora_words() -> None:
         (webnlg_scores, ["BLEU", "TER"], ["METEOR", "ROUGE_L"]),
     ],
 )
-def test_without_java_scores_are_absent_with_the_reason(score, present, absent, monkeypatch) -> None:
+def test_without_java_scores_are_absent_with_the_reason(
+    score: Callable[..., nlg.Scores], present: list[str], absent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "")
     scores = score(SYSTEM, REFERENCES)
     assert list(scores.values) == present
@@ -190,7 +197,9 @@ def test_without_java_scores_are_absent_with_the_reason(score, present, absent, 
 @pytest.mark.parametrize(
     "compute", [lambda: java.ptb_tokenize(SYSTEM), lambda: java.meteor(SYSTEM, REFERENCES)]
 )
-def test_a_hanging_java_is_ended(compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_java_is_ended(
+    compute: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beats = (
         tmp_path / "beats"
     )  # written by what the script starts, as a wrapper around the real Java would be
@@ -209,7 +218,7 @@ def test_a_hanging_java_is_ended(compute, tmp_path: Path, monkeypatch: pytest.Mo
     "compute", [lambda: java.ptb_tokenize(SYSTEM), lambda: java.meteor(SYSTEM, REFERENCES)]
 )
 def test_the_reason_of_a_failing_java_is_its_own(
-    compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compute: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_java(tmp_path, monkeypatch, "echo 'Could not reserve enough space' >&2; exit 1")
     with pytest.raises(java.Absent, match="Could not reserve enough space"):

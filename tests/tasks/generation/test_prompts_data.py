@@ -45,7 +45,7 @@ def test_test_files_and_client_column(tmp_path: Path) -> None:
 
 
 def test_several_targets_and_named_columns(tmp_path: Path) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"q": "a", "prompt": "no", "r": ["x", "y"]},
         *({"q": "b", "prompt": "no", "r": "[z]"} for _ in range(4)),
     ]

@@ -6,6 +6,7 @@ import json
 import lzma
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loading import load_clients
@@ -19,7 +20,7 @@ from pf2lora.tasks.generation.webnlg import read_webnlg
 def load_webnlg(
     path: Path, clients: int | None = None, notes: list[str] | None = None
 ) -> list[Client[PromptRow]]:
-    counted = {} if clients is None else {"num_clients": clients}
+    counted: dict[str, Any] = {} if clients is None else {"num_clients": clients}
     return load_clients(task="generation", dataset="webnlg", data_dir=path, notes=notes, **counted)
 
 

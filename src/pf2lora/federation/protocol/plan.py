@@ -48,6 +48,11 @@ class Plan:
             )
         if not self.norm_limit > 1:
             raise UserError(f"norm_limit is {self.norm_limit}; it is a multiple of the median norm, above 1")
+        if ":" in self.method or ":" in str(self.config.get("task", {}).get("name", "")):
+            raise UserError(
+                "a plan names methods and tasks that every site has installed (entry points pf2lora.methods and "
+                "pf2lora.tasks); no site imports a module because a plan says so"
+            )
         if METHODS[self.method].pooled:
             raise UserError(
                 f"{self.method} pools everybody's data: it is no federation; run it with `pf2lora train`"

@@ -15,9 +15,8 @@ import torch
 import pf2lora
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Loss, Method, State, moved
-from pf2lora.data.client import Client
+from pf2lora.data.client import Client, check_name
 from pf2lora.data.loading import load_clients
-from pf2lora.data.per_client import check_name
 from pf2lora.engines.batches import BatchSource
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare

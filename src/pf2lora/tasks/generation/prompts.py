@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pf2lora.data.files import Record, choose_column, columns_of, read_records, read_text
+from pf2lora.data.files import Record, choose_column, columns_of, find_column, read_records, read_text
 from pf2lora.errors import UserError
 
 PROMPT_COLUMNS = ("prompt", "input", "source", "instruction", "mr", "context")
+GROUP_COLUMNS = ("group", "category", "topic")
 TARGET_COLUMNS = ("target", "targets", "references", "reference", "completion", "response", "output", "ref")
 
 
@@ -26,14 +27,16 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns hold the prompt and the target or targets."""
+    """Which columns hold the prompt, the target or targets, and the group where there is one."""
 
     prompt: str
     target: str
+    group: str | None = None
 
     def row(self, record: Record) -> PromptRow:
         """The record as a row; an error that names its line if a text is missing."""
-        return PromptRow(record.text(self.prompt), _targets(record, self.target))
+        group = str(record.values.get(self.group) or "") if self.group else ""
+        return PromptRow(record.text(self.prompt), _targets(record, self.target), group)
 
 
 def _targets(record: Record, column: str) -> tuple[str, ...]:
@@ -61,7 +64,8 @@ def choose_columns(records: Sequence[Record], prompt: str | None, target: str | 
     columns, file = columns_of(records), records[0].file
     prompt = choose_column([c for c in columns if c != target], prompt, PROMPT_COLUMNS, file, "--prompt")
     rest = [c for c in columns if c != prompt]
-    return Columns(prompt, choose_column(rest, target, TARGET_COLUMNS, file, "--target"))
+    target = choose_column(rest, target, TARGET_COLUMNS, file, "--target")
+    return Columns(prompt, target, find_column([c for c in rest if c != target], GROUP_COLUMNS))
 
 
 def rows_of(records: Sequence[Record], columns: Columns) -> list[PromptRow]:
