@@ -94,7 +94,8 @@ def test_llama_like_models_have_their_defaults(config: PretrainedConfig) -> None
 
 
 def test_heads_that_are_new_beside_the_classifier_are_trained_with_it() -> None:
-    config = DistilBertConfig(vocab_size=50, dim=16, n_layers=1, n_heads=2, hidden_dim=32, num_labels=3)
+    sizes: dict[str, Any] = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "num_labels": 3}
+    config = DistilBertConfig(vocab_size=50, **sizes)
     model = AutoModelForSequenceClassification.from_config(config)
     assert set(TwoLevelModel(model, AdapterSpec(4, 2)).heads) == {"pre_classifier", "classifier"}
     assert set(tiny_two_level("deberta-v2").heads) == {"pooler.dense", "classifier"}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import CONFIGS, tiny_data, tiny_problem
+from tiny import CONFIGS, tiny_data, tiny_model, tiny_problem
 
 from pf2lora.adapters.architectures import ARCHITECTURES, needed_mask
 from pf2lora.core.method import State, StepStats, over_tensors
@@ -21,8 +21,10 @@ from pf2lora.engines.batches import EncodedSource, batch_rows_by_length, stream_
 from pf2lora.engines.local import Schedule, train
 from pf2lora.engines.stepper import GraphStepper, PlainStepper
 from pf2lora.methods import METHODS
+from pf2lora.methods.pf2lora import PF2LoRA
 
 NAMES = ["a", "b", "c"]
+RATES: dict[str, dict[str, Any]] = {"pf2lora": {"client_lr": 1e-4}, "per-fedavg": {"adaptation_lr": 1e-4}}
 
 
 def test_batches_by_length_hold_the_same_rows_as_the_stream() -> None:
@@ -73,15 +75,21 @@ def test_masks_by_architecture() -> None:
 
 @pytest.mark.slow
 def test_compiled_passes_give_the_same_run() -> None:
+    """On the device that is there: a machine with an accelerator need not have what compiling for its CPU takes."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ends = []
     for compiled in (False, True):
         p = tiny_problem("roberta")
-        assert p.model is not None
+        assert p.model is not None and isinstance(p.source, EncodedSource)
+        p.model.model.to(device)  # type: ignore[arg-type]
         if compiled:
             p.model.compile()
-        method = METHODS["pf2lora"](p.layout, client_lr=0.1)
-        rounds = [done.kept() for done in train(method, p.F, method.init(p.x, p.y), p.source, Schedule(2, 2))]
-        ends.append(rounds[-1].served.x)
+        method = PF2LoRA(p.layout, client_lr=0.1)
+        source = replace(p.source, data=p.source.data.to(device))
+        rounds = train(
+            method, p.F, method.init(p.x, p.y), source, Schedule(2, 2), device=device, graphs=False
+        )
+        ends.append([done.kept() for done in rounds][-1].served.x.cpu())
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
 
 
@@ -151,18 +159,15 @@ def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_replays_begin_where_the_last_step_ended(
-    name: str, options: dict[str, str], stand_in_graphs: None
+    name: str, options: dict[str, Any], stand_in_graphs: None
 ) -> None:
     """Steps of several lengths, methods and passes: each replay has the state and the batches of its own step."""
     runs = []
     for graphs, per_pass in ((False, None), (True, None), (True, 2)):
         p = tiny_problem("roberta")
-        method = METHODS[name](
-            p.layout,
-            **({"pf2lora": {"client_lr": 1e-4}, "per-fedavg": {"adaptation_lr": 1e-4}}.get(name, {})),
-            **options,
-        )
-        source = replace(p.source, window=4, alike=method.draws)  # type: ignore[type-var]
+        method = METHODS[name](p.layout, **RATES.get(name, {}), **options)
+        assert isinstance(p.source, EncodedSource)
+        source = replace(p.source, window=4, alike=method.draws)
         schedule = Schedule(3, 4, clients_per_pass=per_pass)
         StandInGraph.replays = 0
         rounds = [
@@ -189,10 +194,10 @@ def test_recorded_steps_and_waiting_clients_give_the_plain_numbers(name: str) ->
         p = tiny_problem("roberta")
         assert p.model is not None
         p.model.model.to(device)  # type: ignore[arg-type]
-        options = {"ranks": (2, 3, 4)} if name == "hetlora" else {}
+        options: dict[str, Any] = {"ranks": (2, 3, 4)} if name == "hetlora" else {}
         method = METHODS[name](p.layout, **options)
-        data = p.source.data.to(device)  # type: ignore[attr-defined]
-        source = EncodedSource(data, p.source.names, 4, seed=0, alike=method.draws)
+        assert isinstance(p.source, EncodedSource)
+        source = EncodedSource(p.source.data.to(device), p.source.names, 4, seed=0, alike=method.draws)
         schedule = Schedule(3, 4, clients_per_pass=per_pass)
         rounds = train(method, p.F, method.init(p.x, p.y), source, schedule, device=device, graphs=graphs)
         *_, last = rounds
@@ -200,3 +205,26 @@ def test_recorded_steps_and_waiting_clients_give_the_plain_numbers(name: str) ->
         runs.append(last.served.x.cpu())
     torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=1e-9)
     torch.testing.assert_close(runs[0], runs[2], rtol=0, atol=1e-9)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_architecture_is_recorded(kind: str, attention: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Padded and full batches: no step falls back to the plain way, and the numbers are the plain ones'."""
+    device = torch.device("cuda")
+    ends = []
+    for graphs in (False, True):
+        model = tiny_model(kind, dtype=torch.float32)
+        if attention == "sdpa" and not model._supports_sdpa:
+            pytest.skip(f"{kind} has no fused attention")
+        model.set_attn_implementation(attention)
+        p = tiny_problem(kind, model=model.to(device))  # type: ignore[arg-type]
+        assert isinstance(p.source, EncodedSource)
+        x, y = p.x.float(), p.y.float()
+        method = PF2LoRA(p.layout, client_lr=0.1)
+        source = EncodedSource(p.source.data.to(device), p.source.names, 4, seed=0, alike=method.draws)
+        *_, last = train(method, p.F, method.init(x, y), source, Schedule(3, 4), device=device, graphs=graphs)
+        ends.append(last.served.x.cpu())
+    assert "without a CUDA graph" not in caplog.text
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-5)

@@ -318,7 +318,7 @@ def test_a_row_written_as_a_record_is_read_again_as_it_was(task: str, tmp_path: 
         "generation": [PromptRow("name : A", ("one.", "two."), "A"), PromptRow("x", ("[a]",), "B")],
     }
     settings = TASKS[task]()
-    own = TASKS[task](**settings.record_columns(rows[task]))  # type: ignore[call-arg]
+    own = TASKS[task](**settings.record_columns(rows[task]))
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(own.to_record(row)) + "\n" for row in rows[task]))
     assert own.rows(own.read_records(file)) == rows[task]

@@ -55,9 +55,7 @@ def test_the_mean_is_over_all_clients() -> None:
         [0.5, 0.9, 1.0], about(0.8), 0.5, about(np.std([0.5, 0.9, 1.0]))
     )
     assert over_clients([0.5, 2.0], down).worst == 2.0
-    assert over_clients([0.5, None, 0.7], up) == OverClients(
-        [0.5, None, 0.7], about(0.6), 0.5, about(0.1)
-    )
+    assert over_clients([0.5, None, 0.7], up) == OverClients([0.5, None, 0.7], about(0.6), 0.5, about(0.1))
     assert over_clients([None, None], up) == OverClients([None, None], None, None, None)
 
 

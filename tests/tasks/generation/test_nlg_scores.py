@@ -68,7 +68,15 @@ def test_webnlg_meteor_is_that_of_the_official_command(e2e_files: tuple[Path, Pa
     filled = [(item + [item[0]] * 6)[:6] for item in items]
     references.write_text("\n".join(lora_tokenize(text) for item in filled for text in item))
     jar = java._package_folder() / "meteor" / "meteor-1.5.jar"
-    command: list[str | Path] = ["java", "-Dfile.encoding=UTF-8", "-Xmx2G", "-jar", jar, hypotheses, references]
+    command: list[str | Path] = [
+        "java",
+        "-Dfile.encoding=UTF-8",
+        "-Xmx2G",
+        "-jar",
+        jar,
+        hypotheses,
+        references,
+    ]
     command += ["-l", "en", "-norm", "-r", "6"]
     official = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     scores = webnlg_scores(outputs, items)
