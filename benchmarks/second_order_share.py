@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
 }
 COLUMNS = (
     *("method", "α", "share", "precision", "share found"),
-    *("error, `exact`", "step α", "`difference`", "gradients"),
+    *("error, `exact`", "error, step α", "error, `difference`", "gradients"),
 )
 
 
