@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -100,11 +101,12 @@ def test_a_client_that_sits_out_goes_on_where_it_stopped() -> None:
     drawn: list[tuple[int, int]] = []
 
     class Watched(RegressionSource):
-        def draw(self, clients, numbers):  # type: ignore[no-untyped-def]
+        def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
             drawn.extend(zip(clients, numbers))
             return super().draw(clients, numbers)
 
-    source = Watched(p.source.inputs, p.source.targets, p.source.names)  # type: ignore[attr-defined]
+    assert isinstance(p.source, RegressionSource)
+    source = Watched(p.source.inputs, p.source.targets, p.source.names)
     method = PF2LoRA(p.layout)
     state = method.init(p.x, p.y)
     before = state

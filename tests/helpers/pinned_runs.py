@@ -112,7 +112,8 @@ def in_federation(
     states = sorted((folder / "state").rglob("state/clients/*.safetensors"))
     adapters = {path.stem: projections(load_file(path)) for path in states}
     if small.coordinator.common is not None:
-        adapters["common"] = projections({"common": small.coordinator.common})
+        layout, common = small.coordinator.layout, small.coordinator.common
+        adapters["common"] = projections({n: t[0] for n, t in layout.unpack(common[None]).items()})
     scores = {site: sorted(answer.get("served", {}).items()) for site, answer in final.items()}
     sent = sum(numel for _, data in small.messages for numel in [numbers_in(data)])
     return {
@@ -132,6 +133,8 @@ def projections(tensors: dict[str, torch.Tensor]) -> list[float]:
     """Each kind of tensor (A, B, C, D, the head's) on a fixed random direction: any change of a number shows."""
     found = []
     for name in sorted(tensors):
+        if name.endswith("qa_outputs.bias"):
+            continue  # its gradient is zero but for rounding, of which AdamW makes whole steps
         flat = tensors[name].double().flatten().numpy()
         direction = np.random.default_rng(len(flat)).standard_normal(len(flat))
         found.append(float(flat @ direction))

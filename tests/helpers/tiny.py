@@ -35,6 +35,7 @@ from pf2lora.methods.pf2lora_joint import PF2LoRAJoint
 from pf2lora.tasks.classification.task import Classification
 
 VOCABULARY, WIDTH, LABELS = 50, 16, 3
+RANKS: dict[str, Any] = {"rank": 4, "client_rank": 2}
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "num_labels": LABELS, "pad_token_id": 1}
 ENCODER = SMALL | {
     "hidden_size": WIDTH,
@@ -90,8 +91,8 @@ def in_one_precision(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def tiny_two_level(kind: str, **spec: object) -> TwoLevelModel:
-    return TwoLevelModel(tiny_model(kind), AdapterSpec(**({"rank": 4, "client_rank": 2} | spec)))  # type: ignore[arg-type]
+def tiny_two_level(kind: str, **spec: Any) -> TwoLevelModel:
+    return TwoLevelModel(tiny_model(kind), AdapterSpec(**RANKS | spec))
 
 
 def tiny_data(sizes: Sequence[int], seed: int = 0, longest: int = 12, pad: int = 1) -> Encoded:
@@ -131,10 +132,10 @@ def tiny_problem(
     names: Sequence[str] | None = None,
     moved: bool = True,
     model: PreTrainedModel | None = None,
-    **spec: object,
+    **spec: Any,
 ) -> Problem:
     """Classification with a tiny model; `moved` starts away from B = D = 0."""
-    wrapped = TwoLevelModel(model or tiny_model(kind), AdapterSpec(**({"rank": 4, "client_rank": 2} | spec)))  # type: ignore[arg-type]
+    wrapped = TwoLevelModel(model or tiny_model(kind), AdapterSpec(**RANKS | spec))
     names = list(names or [f"client-{k}" for k in range(len(sizes))])
     x, y = wrapped.initial(0, names, torch.float64)
     if moved:

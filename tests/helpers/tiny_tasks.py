@@ -99,13 +99,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def saved(model: PreTrainedModel, tokenizer: object, folder: Path) -> Path:
+def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.3)  # larger than usual, so that every step shows
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
+    tokenizer.save_pretrained(folder)
     return folder
 
 

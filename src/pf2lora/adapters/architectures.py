@@ -32,7 +32,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "roberta": BERT_LIKE,
     "xlm-roberta": BERT_LIKE,
     "electra": BERT_LIKE,
-    "mpnet": Architecture(("attn.q", "attn.v")),
+    "mpnet": Architecture(("attn.q", "attn.v"), attention="bidirectional"),
     "distilbert": Architecture(("q_lin", "v_lin"), extra_head=("pre_classifier",)),
     "deberta-v2": Architecture(("query_proj", "value_proj"), extra_head=("pooler",)),
     "gpt2": Architecture(
@@ -52,20 +52,60 @@ HEADS = ("classifier", "score", "qa_outputs")
 """The names transformers gives to task heads; PEFT saves the same ones."""
 
 
-def needed_mask(architecture: Architecture, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def needed_mask(
+    architecture: Architecture,
+    mask: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    *,
+    length: int = 0,
+    fused: bool = True,
+) -> Tensor | None:
     """What attention needs of a mask (examples, tokens) over rows that are padded on the right.
 
     Made here because transformers looks into a mask to leave it out where it can, and that waits for the device. A
-    causal model needs none: no token sees what comes after it, and what padding itself computes is not used.
+    causal model needs none: no token sees what comes after it, and what padding itself computes is not used. Where
+    attention is written out and not `fused`, transformers would make a mask of its own out of none: it gets one of
+    `length` tokens that is ready-made.
     """
-    if mask is None or architecture.attention == "causal":
-        return None
     if architecture.attention == "own":
         return mask
+    if architecture.attention == "causal":
+        least = torch.finfo(dtype).min
+        return (
+            None if fused else torch.full((1, 1, length, length), least, dtype=dtype, device=device).triu(1)
+        )
+    if mask is None:
+        return None if fused else torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(
         mask == 0, torch.finfo(dtype).min
     )
     return bias[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
+
+
+def keep_position_buckets(model: nn.Module) -> None:
+    """Let MPNet look its relative positions up: they depend on the length of a batch alone.
+
+    Some versions of transformers make them on the host in every pass, which no CUDA graph can hold. What is added to
+    the scores of every example alike is not repeated for each of them.
+    """
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+    for module in model.modules():
+        if isinstance(module, MPNetEncoder):
+            module.position_buckets = {}  # type: ignore[assignment]
+            module.compute_position_bias = MethodType(position_bias, module)  # type: ignore[method-assign]
+
+
+def position_bias(self: Any, x: Tensor, position_ids: None = None, num_buckets: int = 32) -> Tensor:
+    """MPNet's bias `(1, heads, tokens, tokens)` of the attention scores by distance."""
+    key = x.shape[1], x.device
+    if key not in self.position_buckets:
+        at = torch.arange(x.shape[1])
+        bucket = self.relative_position_bucket(at[None, :] - at[:, None], num_buckets=num_buckets)
+        self.position_buckets[key] = bucket.to(x.device)
+    bias: Tensor = self.relative_attention_bias(self.position_buckets[key])
+    return bias.permute(2, 0, 1).unsqueeze(0)
 
 
 def stack_relative_positions(model: nn.Module) -> None:
@@ -74,11 +114,30 @@ def stack_relative_positions(model: nn.Module) -> None:
     It sends the relative-position embeddings through the query and key projections once, as a batch of one,
     and repeats the result over the batch. With adapted projections the result differs between clients.
     """
-    from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+    from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2Encoder, DisentangledSelfAttention
 
     for module in model.modules():
         if isinstance(module, DisentangledSelfAttention):
             module.disentangled_attention_bias = MethodType(disentangled_attention_bias, module)  # type: ignore[method-assign]
+        elif isinstance(module, DebertaV2Encoder):
+            module.positions_by_length = {}  # type: ignore[assignment]
+            module.get_rel_pos = MethodType(relative_positions, module)  # type: ignore[method-assign]
+
+
+def relative_positions(
+    self: Any, hidden_states: Tensor, query_states: None = None, relative_pos: None = None
+) -> Tensor | None:
+    """DeBERTa's distances between tokens, looked up by the batch's length: they are made with numbers from the host."""
+    from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
+
+    if not self.relative_attention:
+        return None
+    key = hidden_states.shape[1], hidden_states.device
+    if key not in self.positions_by_length:
+        buckets = {"bucket_size": self.position_buckets, "max_position": self.max_relative_positions}
+        self.positions_by_length[key] = build_relative_position(hidden_states, hidden_states, **buckets)
+    found: Tensor = self.positions_by_length[key]
+    return found
 
 
 def disentangled_attention_bias(

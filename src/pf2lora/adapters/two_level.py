@@ -23,6 +23,7 @@ from pf2lora.adapters.architectures import (
     ARCHITECTURES,
     HEADS,
     Architecture,
+    keep_position_buckets,
     needed_mask,
     stack_relative_positions,
 )
@@ -48,6 +49,8 @@ class TwoLevelModel:
         self.heads = self._stack_heads() if spec.head != "frozen" else {}
         if model.config.model_type == "deberta-v2":
             stack_relative_positions(model)
+        if model.config.model_type == "mpnet":
+            keep_position_buckets(model)
         self.x, self.y = self._layouts()
         self.compiled: Callable[..., Any] | None = None
 
@@ -67,7 +70,9 @@ class TwoLevelModel:
         if self.architecture.attention != "own" and not self.spec.dropout:
             for (name, layer), (other, after) in pairwise(adapted.items()):
                 (parent, _, end), (same, _, other_end) = name.rpartition("."), other.rpartition(".")
-                if parent == same and {end, other_end} == set(self.architecture.targets):
+                if parent == same and {end, other_end} == {
+                    t.split(".")[-1] for t in self.architecture.targets
+                }:
                     layer.shares_input_with = [after]  # query and value of one attention see the same input
         return adapted
 
@@ -143,7 +148,11 @@ class TwoLevelModel:
 
         The mask tells the tokens from the padding on their right; None: there is no padding.
         """
-        mask = needed_mask(self.architecture, attention_mask, self.dtype)
+        fused = self.model.config._attn_implementation != "eager"
+        length = inputs["input_ids"].shape[1]
+        mask = needed_mask(
+            self.architecture, attention_mask, self.dtype, x.device, length=length, fused=fused
+        )
         with self.bound(x, y, key) as model:
             fast = self.compiled is not None and not is_differentiated_twice()
             return (self.compiled if fast else model)(attention_mask=mask, **inputs)  # type: ignore[misc]

@@ -6,9 +6,11 @@ A recorded step has no Python and no launch overhead in it; its numbers are thos
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -82,7 +84,7 @@ class GraphStepper:
             try:
                 self.recordings[key] = self.record(method, state, batches)
             except RuntimeError as error:
-                logger.warning("steps run without a CUDA graph: %s", str(error).splitlines()[0])
+                logger.warning("steps run without a CUDA graph: %s", obstacle(error))
                 self.plain = True
                 return method.step(self.F, state, *batches)
         return self.recordings[key].play(state, batches)
@@ -109,6 +111,12 @@ class GraphStepper:
     def pool(self) -> Any:
         """All recordings share one pool of memory: only one plays at a time."""
         return next(iter(self.recordings.values())).graph.pool() if self.recordings else None
+
+
+def obstacle(error: RuntimeError) -> str:
+    """What stood in the way of a recording: the operation's own line of code, and what torch says of it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"`{last.line}` ({Path(last.filename).name}, line {last.lineno}): {str(error).splitlines()[0]}"
 
 
 @contextmanager
