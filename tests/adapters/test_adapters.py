@@ -202,7 +202,8 @@ def test_the_scalings_are_factors_of_the_products() -> None:
     p, q = tiny_problem("roberta", scaling=2.0, client_scaling=3.0), tiny_problem("roberta")
 
     def scaled(problem: Problem, part: str, by: float) -> torch.Tensor:
-        layout = problem.model.x if part == "B" else problem.model.y  # type: ignore[union-attr]
+        assert problem.model is not None
+        layout = problem.model.x if part == "B" else problem.model.y
         flat = problem.x if part == "B" else problem.y
         return layout.pack(
             {n: t * by if n.endswith(f".{part}") else t for n, t in layout.unpack(flat).items()}

@@ -55,7 +55,8 @@ def random_client(model: TwoLevelModel, seed: int = 0) -> tuple[Tensor, Tensor]:
     """An x and y that no training made: every entry counts."""
     random = torch.Generator().manual_seed(seed)
     x, y = model.initial(seed, ["someone"])
-    return tuple(0.3 * torch.randn(t.shape, generator=random) + t for t in (x, y))  # type: ignore[return-value]
+    x, y = (0.3 * torch.randn(t.shape, generator=random) + t for t in (x, y))
+    return x, y
 
 
 @torch.no_grad()

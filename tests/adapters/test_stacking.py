@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CONFIGS, SETTINGS, Problem, build, regression_problem, tiny_model, tiny_problem
+from tiny import (
+    CONFIGS,
+    SETTINGS,
+    Problem,
+    RegressionSource,
+    build,
+    regression_problem,
+    tiny_model,
+    tiny_problem,
+)
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -56,10 +65,10 @@ def one_by_one(method: Method, p: Problem, schedule: Schedule) -> tuple[list[Sta
             states[k], leaves = alone[k].send(states[k])
             sent.append(leaves)
         sizes = [p.source.sizes[k] if schedule.weighting == "size" else 1 for k in chosen]
-        average = sum(n / sum(sizes) * s[0] for n, s in zip(sizes, sent))
+        average = sum((n / sum(sizes) * s[0] for n, s in zip(sizes, sent)), torch.zeros(()))
         if isinstance(method, HetLoRA):
             average = method.merge(torch.cat(sent), torch.zeros(len(sent)))
-        states = [alone[k].receive(states[k], average) for k in range(M)]  # type: ignore[arg-type]
+        states = [alone[k].receive(states[k], average) for k in range(M)]
     return before, states
 
 
@@ -116,10 +125,11 @@ def test_clients_per_pass_changes_no_number(setting: str) -> None:
 def test_permuting_clients_permutes_results(setting: str) -> None:
     order = [2, 0, 1]
     p = regression_problem()
+    assert isinstance(p.source, RegressionSource)
     source = replace(
-        p.source,  # type: ignore[type-var]
-        inputs=[p.source.inputs[k] for k in order],  # type: ignore[attr-defined]
-        targets=[p.source.targets[k] for k in order],  # type: ignore[attr-defined]
+        p.source,
+        inputs=[p.source.inputs[k] for k in order],
+        targets=[p.source.targets[k] for k in order],
         names=[p.source.names[k] for k in order],
     )
     q = p._replace(source=source, x=p.x[order], y=p.y[order])

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -144,8 +144,8 @@ def test_the_guide_on_separate_machines(tmp_path: Path, machines: None) -> None:
             process.wait(timeout=60)
 
 
-def wait(condition: object, seconds: float, what: str) -> None:
+def wait(condition: Callable[[], object], seconds: float, what: str) -> None:
     until = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < until, f"waited {seconds} s for {what}"
         time.sleep(0.2)

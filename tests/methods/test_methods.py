@@ -12,7 +12,7 @@ from tiny import SETTINGS, Problem, build, regression_problem, tiny_problem
 from torch import Tensor
 
 from pf2lora.core.method import Method
-from pf2lora.engines.batches import Batch, BatchSource
+from pf2lora.engines.batches import Batch, BatchSource, EncodedSource
 from pf2lora.engines.local import Round, Schedule, merge_weights, train
 from pf2lora.methods import METHODS
 from pf2lora.methods.centralized import Centralized
@@ -55,7 +55,8 @@ def run(
 
 def gradient_at(p: Problem, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     x_, y_ = x.clone().requires_grad_(), y.clone().requires_grad_()
-    return torch.autograd.grad(p.F(x_, y_, batch).sum(), (x_, y_))  # type: ignore[return-value]
+    gx, gy = torch.autograd.grad(p.F(x_, y_, batch).sum(), (x_, y_))
+    return gx, gy
 
 
 @pytest.mark.parametrize("mode", ["exact", "difference", "none"])
@@ -219,10 +220,11 @@ def test_local_never_exchanges() -> None:
 
 def test_centralized_is_one_learner_on_the_pooled_rows() -> None:
     p = tiny_problem("roberta", client_rank=0)
-    pooled = p.source.data.pooled()  # type: ignore[attr-defined]
+    assert isinstance(p.source, EncodedSource)
+    pooled = p.source.data.pooled()
     assert pooled.sizes() == [sum(p.source.sizes)]
-    assert pooled.token_columns is p.source.data.token_columns  # type: ignore[attr-defined]
-    source = type(p.source)(pooled, ["everybody"], 3, 0)  # type: ignore[call-arg]
+    assert pooled.token_columns is p.source.data.token_columns
+    source = EncodedSource(pooled, ["everybody"], 3, 0)
     q = p._replace(source=source, x=p.x[:1], y=p.y[:1])
     method = Centralized(p.layout, lr=0.01)
     rounds = run(method, q, rounds=2)

@@ -19,6 +19,7 @@ from pf2lora.adapters.two_level import factor_entries
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Method, Surroundings, moved, take
 from pf2lora.methods import METHODS
+from pf2lora.methods.bilevel import Bilevel
 from pf2lora.methods.hetlora import HetLoRA
 from pf2lora.run import costs, trial
 from pf2lora.run.comparison import prepare
@@ -195,8 +196,12 @@ def test_centralized_sees_as_many_examples_as_a_federated_run(world: World, tmp_
 
 def test_no_baseline_takes_another_methods_rate(world: World) -> None:
     """PF2LoRA's client_lr moves a small adapter; Per-FedAvg's step moves all of x, and has a rate of its own."""
-    assert ready(world, "pf2lora", client_lr=0.1).method.client_lr == 0.1  # type: ignore[attr-defined]
-    per_fedavg = ready(world, "per-fedavg", client_lr=0.1).method
-    assert per_fedavg.alpha == 0.01  # type: ignore[attr-defined]
-    own = {"per-fedavg": {"adaptation_lr": 0.003}}
-    assert ready(world, "per-fedavg", methods=own).method.alpha == 0.003  # type: ignore[attr-defined]
+
+    def alpha(name: str, **settings: Any) -> float:
+        method = ready(world, name, **settings).method
+        assert isinstance(method, Bilevel)
+        return method.alpha
+
+    assert alpha("pf2lora", client_lr=0.1) == 0.1
+    assert alpha("per-fedavg", client_lr=0.1) == 0.01
+    assert alpha("per-fedavg", methods={"per-fedavg": {"adaptation_lr": 0.003}}) == 0.003

@@ -54,14 +54,14 @@ def rated(folder: Path) -> list[str]:
     """Two clients' texts with stars."""
     files = []
     for name, best in (("north", 5.0), ("south", 4.0)):
-        rows = [
+        rows: list[Any] = [
             {
                 "text": "the film was superb" if i % 2 else "the plot was tedious",
                 "stars": best if i % 2 else 1,
             }
             for i in range(20)
         ]
-        files.append(str(write_jsonl(folder / f"{name}.jsonl", rows)))  # type: ignore[arg-type]
+        files.append(str(write_jsonl(folder / f"{name}.jsonl", rows)))
     return files
 
 

@@ -216,8 +216,9 @@ def test_training_evaluation_and_generation_end_to_end(kind: str) -> None:
     predictions = generation.predict(model, x, y, test, final=True)
     for k in range(2):
         scores = generation.score(predictions[k], clients[k])
-        assert scores["loss"] < 0.2 * first[k]["loss"]  # type: ignore[operator]
-        assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))  # type: ignore[arg-type]
+        loss, untrained = scores["loss"], first[k]["loss"]
+        assert loss is not None and untrained is not None and loss < 0.2 * untrained
+        assert scores["perplexity"] == pytest.approx(math.exp(loss))
         assert [p.text for p in predictions[k]] == [answers[k]] * len(FOODS)
         assert scores["BLEU"] == pytest.approx(1.0)
         assert scores["METEOR"] is None and list(scores) == list(generation.metrics)

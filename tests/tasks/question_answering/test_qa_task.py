@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,10 +37,10 @@ KINDS = pytest.mark.parametrize("kind", list(CONFIGS))
 
 
 def task(
-    tokenizer: PreTrainedTokenizerFast = TOKENIZER, no_answers: bool = False, **settings: object
+    tokenizer: PreTrainedTokenizerFast = TOKENIZER, no_answers: bool = False, **settings: Any
 ) -> QuestionAnswering:
-    given = {"max_length": 40, "stride": 8, "n_best": 5, "max_answer_tokens": 6} | settings
-    return QuestionAnswering(tokenizer, QuestionAnsweringSettings(**given), no_answers=no_answers)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"max_length": 40, "stride": 8, "n_best": 5, "max_answer_tokens": 6}
+    return QuestionAnswering(tokenizer, QuestionAnsweringSettings(**given | settings), no_answers=no_answers)
 
 
 def row(
@@ -135,9 +136,9 @@ class Oracle(QuestionAnswering):
         return start.masked_fill(padding, -torch.inf), end.masked_fill(padding, -torch.inf)
 
 
-def oracle_answers(rows: list[QuestionRow], **options: object) -> list[Answer]:
+def oracle_answers(rows: list[QuestionRow], **options: Any) -> list[Answer]:
     settings = QuestionAnsweringSettings(max_length=40, stride=8, n_best=5)
-    oracle = Oracle(TOKENIZER, settings, **options)  # type: ignore[arg-type]
+    oracle = Oracle(TOKENIZER, settings, **options)
     nothing = torch.zeros(1, 0)
     return oracle.predict(None, nothing, nothing, oracle.encode([rows], training=False))[0]  # type: ignore[arg-type]
 
@@ -241,7 +242,8 @@ def test_training_and_evaluation_end_to_end(kind: str) -> None:
     for k, rows in enumerate(clients):
         scores = answering.score(predictions[k], rows)
         assert list(scores) == ["f1", "exact_match", "loss"]
-        assert scores["loss"] < 0.5 * before[k]["loss"]  # type: ignore[operator]
+        loss, untrained = scores["loss"], before[k]["loss"]
+        assert loss is not None and untrained is not None and loss < 0.5 * untrained
         assert all(a.text in r.context for a, r in zip(predictions[k], rows))
     alone = [
         answering.predict(
