@@ -1,0 +1,85 @@
+"""Where a method's conditions turn, what it says, and that it works where its tensors are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import SETTINGS, build, regression_problem
+from torch import Tensor
+
+from pf2lora.core.layout import Layout
+from pf2lora.core.method import over_tensors
+from pf2lora.errors import UserError
+from pf2lora.methods.bilevel import Bilevel
+from pf2lora.methods.hetlora import HetLoRA, shares
+from pf2lora.methods.per_fedavg import PerFedAvg
+from pf2lora.methods.pf2lora import PF2LoRA
+
+LAYOUT = regression_problem().layout
+
+
+# ---- HETLoRA ----
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0, -0.1, 1.1])
+def test_gamma_lies_strictly_between_zero_and_one(gamma: float) -> None:
+    with pytest.raises(UserError, match="between 0 and 1"):
+        HetLoRA(LAYOUT, gamma=gamma)
+
+
+def test_without_factors_there_is_no_rank_to_have() -> None:
+    empty = Layout((), 0)
+    assert HetLoRA(empty).ranks == ()
+    with pytest.raises(UserError, match="above the adapter's rank, r_max = 0"):
+        HetLoRA(empty, ranks=(1,))
+
+
+@pytest.mark.parametrize("scale", [1e-6, 0.01, 1.0, 1e6])
+def test_weights_go_by_the_ratio_of_norms_and_not_by_their_size(scale: float) -> None:
+    norms = scale * torch.tensor([1.0, 3.0, 0.0, 4.0], dtype=torch.float64)
+    torch.testing.assert_close(shares(norms), torch.tensor([1.0, 3.0, 0.0, 4.0]).double() / 8)
+
+
+# ---- what a user is told ----
+
+
+@pytest.mark.parametrize("kind", [PF2LoRA, PerFedAvg])
+def test_only_exact_has_something_to_say_before_it_runs(kind: type[Bilevel]) -> None:
+    for mode in ("difference", "none", "auto"):
+        assert kind(LAYOUT, hypergradient_mode=mode).notes() == []
+    (note,) = kind(LAYOUT, hypergradient_mode="exact").notes()
+    assert note.startswith("exact second order") and note.endswith("double backward")
+
+
+def test_only_auto_tells_what_it_left_out_and_only_where_it_measured() -> None:
+    shares = [None, 0.25, None, 0.5, 0.125]
+    for mode in ("difference", "none", "exact"):
+        assert PF2LoRA(LAYOUT, hypergradient_mode=mode).findings(shares) == []
+    auto = PF2LoRA(LAYOUT, hypergradient_mode="auto")
+    assert auto.findings([None, None]) == [] and auto.findings([]) == []
+    (line,) = auto.findings(shares)
+    assert "left out in 2 of 5 client-rounds" in line and "was 5.0e-01 of the hypergradient at most" in line
+
+
+# ---- on a device ----
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_everything_happens_where_x_is(setting: str) -> None:
+    """On a device that is not the CPU (meta: shapes alone): a tensor made elsewhere would not meet x there."""
+    p = regression_problem()
+    method = build(setting, p)
+
+    def F(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return (x.square().sum(1) + 1) * (y.square().sum(1) + 1)
+
+    batches = [p.source.draw([0, 1, 2], [i] * 3) for i in range(method.draws)]
+    state = method.init(p.x.to("meta"), p.y.to("meta"))
+    state, report = method.step(F, state, *batches)
+    state, sent = method.send(state)
+    state = method.receive(state, sent[0])
+    places: list[str] = []
+    over_tensors(lambda t: [places.append(t.device.type), t][1], (state, sent, report.loss))  # type: ignore[arg-type, return-value]
+    assert set(places) == {"meta"}
