@@ -126,3 +126,18 @@ def sys_stdlib() -> frozenset[str]:
     import sys
 
     return sys.stdlib_module_names
+
+
+def test_the_walk_through_the_house_is_as_written() -> None:
+    """CONTRIBUTING's walk of a row: the files it names are there, and they are as many as it says."""
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf8")
+    walk = text.split("## A walk through the house")[1].split("Around the walk")[0]
+    said = re.search(r"You pass (\d+) files", walk)
+    named: list[str] = []
+    for line in walk.splitlines():
+        folder = ""
+        for path in re.findall(r"`([\w/]+\.py)`", line):
+            folder = path.rpartition("/")[0] or folder
+            named.append(path if "/" in path else f"{folder}/{path}")
+    assert said and int(said[1]) == len(set(named)) <= 22
+    assert [path for path in named if not (SOURCE / path).is_file()] == []
