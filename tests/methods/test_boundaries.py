@@ -80,6 +80,11 @@ def test_everything_happens_where_x_is(setting: str) -> None:
     state, report = method.step(F, state, *batches)
     state, sent = method.send(state)
     state = method.receive(state, sent[0])
-    places: list[str] = []
-    over_tensors(lambda t: [places.append(t.device.type), t][1], (state, sent, report.loss))  # type: ignore[arg-type, return-value]
-    assert set(places) == {"meta"}
+    places: set[str] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        places.add(tensor.device.type)
+        return tensor
+
+    over_tensors(note, (state, sent, report.loss))
+    assert places == {"meta"}
