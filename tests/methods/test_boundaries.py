@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import over_tensors
 from pf2lora.errors import UserError
-from pf2lora.methods.bilevel import Bilevel
+from pf2lora.methods.bilevel import MEASURED_FOR, ROUNDOFF, Bilevel
 from pf2lora.methods.hetlora import HetLoRA, shares
 from pf2lora.methods.per_fedavg import PerFedAvg
 from pf2lora.methods.pf2lora import PF2LoRA
@@ -40,6 +41,25 @@ def test_without_factors_there_is_no_rank_to_have() -> None:
 def test_weights_go_by_the_ratio_of_norms_and_not_by_their_size(scale: float) -> None:
     norms = scale * torch.tensor([1.0, 3.0, 0.0, 4.0], dtype=torch.float64)
     torch.testing.assert_close(shares(norms), torch.tensor([1.0, 3.0, 0.0, 4.0]).double() / 8)
+
+
+# ---- auto ----
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_auto_leaves_out_what_is_under_the_roundoff_for_as_long_as_it_was_just_measured(
+    precision: str,
+) -> None:
+    """Under it, and not at it; a client whose share nobody measured is like one whose share counts."""
+    p = regression_problem(sizes=(3,) * 5)
+    method = PF2LoRA(p.layout, hypergradient_mode="auto", precision=precision)
+    state, roundoff = method.init(p.x, p.y), ROUNDOFF[precision]
+    share = torch.tensor([0.999 * roundoff, roundoff, 0.0, 0.0, torch.nan], dtype=torch.float64)
+    age = torch.tensor([0.0, 0.0, MEASURED_FOR - 1, MEASURED_FOR, 0.0], dtype=torch.float64)
+    watched = state.opt._replace(share=share.unsqueeze(1), age=age.unsqueeze(1))
+    variants = method.variants_for_round(state._replace(opt=watched))
+    without = replace(method, hypergradient_mode="none")
+    assert variants == [without, method, without, method, method]
 
 
 # ---- what a user is told ----
