@@ -65,7 +65,7 @@ def test_a_ledger_adds_up_client_steps_by_method_and_lengths() -> None:
 
 def test_a_runs_operations_are_the_sum_over_its_client_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a step's operations are a polynomial of degree two in its batches' lengths, the sum is exact, from five of
-    them for two batches, however many lengths occurred; each counted with one client."""
+    them for two batches, however many lengths occurred; each counted with one client, on the device."""
     counted: list[tuple[int, ...]] = []
 
     def operations(method: Any, lengths: Sequence[int]) -> float:
@@ -74,7 +74,7 @@ def test_a_runs_operations_are_the_sum_over_its_client_steps(monkeypatch: pytest
         return base + 700.0 * inner + 5.0 * inner**2 + 1100.0 * outer + 9.0 * outer**2
 
     def count(method: Any, F: Any, state: Any, batches: Any) -> float:
-        assert len(state.x) == 1
+        assert len(state.x) == 1 and state.x.device.type == "meta"
         counted.append(tuple(batches))
         return operations(method, batches)
 
@@ -89,7 +89,7 @@ def test_a_runs_operations_are_the_sum_over_its_client_steps(monkeypatch: pytest
         ledger.add(step)
         expected += step.clients * operations(step.method, lengths)
     state = methods[0].init(P.x, P.y)
-    found = ledger.flops(P.F, None, state, CPU)  # type: ignore[arg-type]
+    found = ledger.flops(P.F, None, state, torch.device("meta"))  # type: ignore[arg-type]
     assert found == pytest.approx(expected, rel=1e-9)
     assert len(counted) == 2 * 5
     assert StepLedger().flops(P.F, None, state, CPU) == 0  # type: ignore[arg-type]
