@@ -124,6 +124,13 @@ def test_batches_to_count_with_are_of_the_shortest_row_at_the_asked_lengths(keye
             assert batch.key is None
 
 
+def test_batches_to_count_with_are_where_the_data_is() -> None:
+    source = EncodedSource(tiny_data((5, 9)).to(torch.device("meta")), ["a", "b"], 3, 0, keyed=True)
+    (batch,) = shortest(source, [12])
+    assert batch.key is not None
+    assert {t.device.type for t in (batch.key, *batch.tensors.values())} == {"meta"}
+
+
 # ---- memory ----
 
 
