@@ -59,6 +59,19 @@ def test_without_a_coupling_there_is_no_second_order_term(mode: str, separate: b
     assert hyper.share is not None and hyper.share.tolist() == [0.0] * M
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3])
+def test_the_share_is_relative_whatever_the_size_of_the_gradients(scale: float) -> None:
+    """`F = c·(y − 2x)²/2` with α = 0.1/c at x = 1, y = 0: 3.6c − 0.36c, so the share is 1/9 for every c."""
+
+    def F(x: Tensor, y: Tensor, batch: int) -> Tensor:
+        return scale * (y - 2 * x).square().sum(1) / 2
+
+    one, zero = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    hyper = bilevel(F, one, zero, 0.1 / scale, "exact", 1, 2, 2, 1)
+    assert hyper.gradient.item() == pytest.approx(3.24 * scale)
+    assert hyper.share is not None and hyper.share.item() == pytest.approx(1 / 9)
+
+
 def test_a_loss_without_any_slope_has_a_share_of_zero() -> None:
     """The hypergradient is zero: its share is no division by zero."""
     flat = bilevel(

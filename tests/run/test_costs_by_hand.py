@@ -95,6 +95,12 @@ def test_a_runs_operations_are_the_sum_over_its_client_steps(monkeypatch: pytest
     assert StepLedger().flops(P.F, None, state, CPU) == 0  # type: ignore[arg-type]
 
 
+def test_counting_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    method = HomLoRA(P.layout)
+    counted = costs.flops_of_step(method, P.F, method.init(P.x, P.y), [P.source.draw([0, 1, 2], [0] * 3)])
+    assert counted > 0 and capsys.readouterr() == ("", "")
+
+
 def test_a_few_lengths_are_the_least_the_middle_and_the_greatest() -> None:
     assert few_lengths(np.array([20, 5, 9])) == [5, 12, 20]
     assert few_lengths(np.array([6, 4, 4])) == [4, 5, 6]

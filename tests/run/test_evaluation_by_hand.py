@@ -77,6 +77,25 @@ def test_a_client_that_adapts_before_use_does_so_on_its_next_batch(per_pass: int
     assert not torch.allclose(other, found)  # another batch
 
 
+@pytest.mark.parametrize("host", ["cpu", "meta"])
+def test_a_client_adapts_on_the_device_and_is_kept_where_the_states_are(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = regression_problem()
+    method = PerFedAvg(p.layout)
+    adapted_on: list[str] = []
+
+    def personal(self: Method, F: Any, part: State, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        adapted_on.extend(t.device.type for t in (part.x, part.y))
+        return p.x[:1], p.y[:1]  # a device of their own: the CPU
+
+    monkeypatch.setattr(PerFedAvg, "personal", personal)
+    trial = trial_of(p, method, clients_per_pass=1)
+    trial.workload.device = torch.device("meta")
+    x, y = models_in_use(trial, method.init(p.x.to(host), p.y.to(host)), 1)
+    assert set(adapted_on) == {"meta"} and (x.device.type, y.device.type) == (host, host)
+
+
 def test_the_others_are_measured_as_they_are_and_a_pooled_learner_is_everybodys() -> None:
     p = regression_problem()
     method = HomLoRA(p.layout)
