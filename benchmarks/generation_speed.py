@@ -66,7 +66,10 @@ def main() -> None:
     base.generation_config.min_new_tokens = given.max_new_tokens
     model = TwoLevelModel(base, AdapterSpec(rank=4, client_rank=2))
     torch.manual_seed(0)
-    x, y = (torch.randn(given.clients, layout.size).to(device) * 0.02 for layout in (model.x, model.y))
+    x, y = (
+        torch.randn(given.clients, layout.size).to(device) * 0.02
+        for layout in (model.common_layout, model.personal_layout)
+    )
     data = DataSettings(dataset="e2e", data_dir=str(given.data / "e2e"), num_clients=given.clients)
     clients = load_clients(settings, data, seed=0)
     prompts = [[row.prompt for row in client.test[: given.prompts]] for client in clients]

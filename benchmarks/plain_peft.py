@@ -78,7 +78,9 @@ class PlainLoop:
         assert isinstance(tuner, LoraModel)
         tuner.set_adapter(list(self.ranks))
         self.head = [
-            (self.base.get_submodule(e.module), e.parameter) for e in described.x.entries if e.kind == "head"
+            (self.base.get_submodule(e.module), e.parameter)
+            for e in described.common_layout.entries
+            if e.kind == "head"
         ]
         self.own_head = [getattr(module, name) for module, name in self.head]
         self.x_slots = self.slots("common") + self.head
@@ -110,7 +112,7 @@ class PlainLoop:
         """Ones where the adapters of the parts are, for x and for y."""
         ones = [
             {e.name: torch.ones(e.shape, device=self.base.device) for e in layout.entries}
-            for layout in (self.described.x, self.described.y)
+            for layout in (self.described.common_layout, self.described.personal_layout)
         ]
         return self.adapters(ones[0], "A", "B"), self.adapters(ones[1], "C", "D") if ones[1] else []
 
@@ -119,9 +121,9 @@ class PlainLoop:
 
     def client(self, x: Tensor, y: Tensor) -> PlainClient:
         """A client that starts from its rows of x and y."""
-        common = {name: t[0] for name, t in self.described.x.unpack(x.unsqueeze(0)).items()}
-        own = {name: t[0] for name, t in self.described.y.unpack(y.unsqueeze(0)).items()}
-        head = [common[e.name].clone() for e in self.described.x.entries if e.kind == "head"]
+        common = {name: t[0] for name, t in self.described.common_layout.unpack(x.unsqueeze(0)).items()}
+        own = {name: t[0] for name, t in self.described.personal_layout.unpack(y.unsqueeze(0)).items()}
+        head = [common[e.name].clone() for e in self.described.common_layout.entries if e.kind == "head"]
         xs = [Parameter(t) for t in self.adapters(common, "A", "B") + head]
         ys = [Parameter(t) for t in self.adapters(own, "C", "D")] if own else []
         return PlainClient(xs, ys, torch.optim.AdamW(xs, lr=self.lr, weight_decay=self.weight_decay))

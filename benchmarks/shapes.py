@@ -216,7 +216,7 @@ def necessary_flops(model: TwoLevelModel, batches: list[Batch], hypergradient: s
         for name, module in model.model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and "classifier" not in name and "pooler" not in name
     )
-    adapters = model.x.adapter_size + model.y.size
+    adapters = model.common_layout.adapter_size + model.personal_layout.size
     seen = 0.5 if isinstance(config, GPT2Config) else 1.0
     lengths = torch.cat([batch.tensors["attention_mask"].sum(1) for batch in batches]).double()
     tokens = float(lengths.sum()) / len(batches)

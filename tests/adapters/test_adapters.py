@@ -58,8 +58,8 @@ def test_parameter_counts_are_the_papers(
     with torch.device("meta"):
         model = auto.from_config(config)
     two_level = TwoLevelModel(model, AdapterSpec(rank=ranks[0], client_rank=ranks[1]))
-    assert two_level.x.adapter_size + two_level.y.size == count
-    assert two_level.y.shared == 0
+    assert two_level.common_layout.adapter_size + two_level.personal_layout.size == count
+    assert two_level.personal_layout.shared == 0
 
 
 TARGETS = {
@@ -179,7 +179,7 @@ def test_the_same_a_for_all_each_its_own_c_uniform_as_lora() -> None:
     two_level = tiny_two_level("roberta", rank=8, client_rank=4)
     x, y = two_level.initial(3, ["a", "b", "c"])
     assert x.dtype == y.dtype == torch.float32 and (x == x[:1]).all()
-    common, own = two_level.x.unpack(x), two_level.y.unpack(y)
+    common, own = two_level.common_layout.unpack(x), two_level.personal_layout.unpack(y)
     bound = 1 / math.sqrt(WIDTH)  # Kaiming-uniform with a = √5
     A = torch.stack([t[0] for n, t in common.items() if n.endswith(".A")])
     C = torch.stack([t for n, t in own.items() if n.endswith(".C")])
@@ -203,7 +203,7 @@ def test_the_scalings_are_factors_of_the_products() -> None:
 
     def scaled(problem: Problem, part: str, by: float) -> torch.Tensor:
         assert problem.model is not None
-        layout = problem.model.x if part == "B" else problem.model.y
+        layout = problem.model.common_layout if part == "B" else problem.model.personal_layout
         flat = problem.x if part == "B" else problem.y
         return layout.pack(
             {n: t * by if n.endswith(f".{part}") else t for n, t in layout.unpack(flat).items()}
@@ -217,8 +217,10 @@ def test_dropout_acts_on_the_adapters_input_and_keeps_its_mean() -> None:
     """`W_0 u + s·B A (mask ∘ u)/(1 − p)`: the base's own path is whole."""
     two_level = tiny_two_level("roberta", dropout=0.25, client_rank=0, scaling=1.5)
     layer = two_level.adapted["roberta.encoder.layer.1.attention.self.value"]
-    x = torch.randn(2, two_level.x.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    views, key = two_level.x.unpack(x), torch.tensor([11, 12])
+    x = torch.randn(
+        2, two_level.common_layout.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    views, key = two_level.common_layout.unpack(x), torch.tensor([11, 12])
     layer.bind(two_level.factors(x, torch.zeros(2, 0, dtype=torch.float64))[0], key)
     u = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     kept = keep_mask(key, layer.number, u.shape, 0.25)
@@ -263,5 +265,5 @@ def test_the_base_is_frozen_and_in_evaluation_mode() -> None:
 def test_a_float64_head_starts_where_the_models_does() -> None:
     two_level = tiny_two_level("roberta")
     x, _ = two_level.initial(0, ["a"], torch.float64)
-    start = two_level.x.unpack(x)["classifier.dense.weight"][0]
+    start = two_level.common_layout.unpack(x)["classifier.dense.weight"][0]
     assert torch.equal(start, two_level.heads["classifier.dense"].base.weight)

@@ -87,7 +87,7 @@ def test_methods_without_client_adapters_export_too(client_rank: int, tmp_path: 
     """HETLoRA's truncated x and Per-FedAvg's x after its own step are a client's whole model: there is no y."""
     model = two_level("roberta", tmp_path, client_rank=client_rank)
     x, y = random_client(model)
-    for name, tensor in model.x.unpack(x).items():  # as HETLoRA leaves a client of rank 2
+    for name, tensor in model.common_layout.unpack(x).items():  # as HETLoRA leaves a client of rank 2
         if name.endswith(".A"):
             tensor[:, 2:] = 0
         elif name.endswith(".B"):

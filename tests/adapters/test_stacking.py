@@ -174,9 +174,9 @@ def merged_weights(base: PreTrainedModel, p: Problem, x: Tensor, y: Tensor) -> d
     """One client's `W_0 + s·BA + s̃·DC` under the base model's own parameter names, and its head."""
     assert p.model is not None
     spec = p.model.spec
-    common, own = p.model.x.unpack(x), p.model.y.unpack(y)
+    common, own = p.model.common_layout.unpack(x), p.model.personal_layout.unpack(y)
     weights: dict[str, Tensor] = {}
-    for entry in p.model.x.entries:
+    for entry in p.model.common_layout.entries:
         if entry.kind == "head":
             weights[entry.name] = common[entry.name]
         if entry.kind != "A":

@@ -108,7 +108,7 @@ def small_layout(small: Small, site: str, state: State) -> dict[str, torch.Tenso
     """The tensors of y, by name."""
     F = small.setups[site].F
     model = F.args[0]  # type: ignore[attr-defined]
-    return {name: t[0] for name, t in model.y.unpack(state.y).items()}
+    return {name: t[0] for name, t in model.personal_layout.unpack(state.y).items()}
 
 
 # --- sane updates -------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_a_rehearsal_leaves_a_run_folder_with_the_local_engines_numbers(tmp_path
     out = tmp_path / "run"
     _, common, trial = local_run(tmp_path, make_plan("pf2lora", SITES[:2]))
     saved = load_file(out / "state" / "common.safetensors")
-    flat = trial.model.x.pack({name: t[None] for name, t in saved.items()})[0]
+    flat = trial.model.common_layout.pack({name: t[None] for name, t in saved.items()})[0]
     assert (flat - common).abs().max() <= 1e-5
     result = json.loads((out / "result.json").read_text())
     assert [client["name"] for client in result["clients"]] == list(names)

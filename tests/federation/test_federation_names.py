@@ -72,8 +72,8 @@ def test_a_clients_own_name_makes_its_numbers(tmp_path: Path, method: str) -> No
         kept = tmp_path / "state" / site / plan.name
         assert (kept / "clients" / client / "adapter_config.json").is_file()
         saved = load_file(kept / "state" / "clients" / f"{client}.safetensors")
-        x = trial.model.x.pack(
-            {n.removeprefix("x."): t[None] for n, t in saved.items() if n.startswith("x.")}
+        x = trial.model.common_layout.pack(
+            {n.removeprefix("common."): t[None] for n, t in saved.items() if n.startswith("common.")}
         )
         torch.testing.assert_close(x[0], state.x[k], rtol=0, atol=1e-5)
 

@@ -153,11 +153,11 @@ def test_no_tensor_of_y_crosses_the_wire(tmp_path: Path) -> None:
         assert folder.rounds() == [1, 2, 3]
         for number in folder.rounds():
             state = folder.load(number, setup.initial).state
-            for name, tensor in model.y.unpack(state.y).items():
+            for name, tensor in model.personal_layout.unpack(state.y).items():
                 assert tensor.abs().max() > 0
                 assert tensor.flatten()[:4].numpy().tobytes() not in sent, name
             assert state.opt.mean[0, :4].numpy().tobytes() not in sent
-            x = model.x.unpack(state.x)  # what may leave is found, so the search works
+            x = model.common_layout.unpack(state.x)  # what may leave is found, so the search works
             assert all(tensor.flatten()[:4].contiguous().numpy().tobytes() in sent for tensor in x.values())
         for row in (tmp_path / "train" / "site-1.jsonl").read_text().splitlines():
             assert json.loads(row)["text"].encode() not in sent

@@ -106,11 +106,11 @@ def test_auto_is_counted_by_what_it_did(world: World) -> None:
 def test_dense_products_are_counted_by_hand() -> None:
     """A forward and a backward pass of one layer's projections: two operations for each number multiplied."""
     model = tiny_two_level("bert")
-    method = METHODS["homlora"](model.x)
+    method = METHODS["homlora"](model.common_layout)
     x, y = model.initial(0, ["a"], torch.float64)
 
     def F(x: torch.Tensor, y: torch.Tensor, batch: Any) -> torch.Tensor:
-        A = model.x.unpack(x)[model.x.entries[0].name]  # (1, r, n)
+        A = model.common_layout.unpack(x)[model.common_layout.entries[0].name]  # (1, r, n)
         return (batch @ A.mT).sum((1, 2))
 
     rows = torch.ones(1, 7, 16, dtype=torch.float64)

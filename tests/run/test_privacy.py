@@ -54,7 +54,7 @@ def test_nothing_of_y_is_in_what_is_shared(name: str, world: World) -> None:
 @pytest.mark.parametrize("name", SECRETS)
 def test_no_personal_head_is_in_what_is_shared(name: str, world: World) -> None:
     run = opened(world.root / "run")
-    head = run.client(name)[0][0, run.model.x.shared :]
+    head = run.client(name)[0][0, run.model.common_layout.shared :]
     chunks = private_chunks(head)
     assert len(chunks) > 10
     for file, content in bytes_of(world.root / "run", SHARED).items():
@@ -73,11 +73,11 @@ def test_no_words_of_the_clients_texts_are_in_a_run_folder(world: World) -> None
 
 def test_the_common_adapter_is_x_and_nothing_more(world: World) -> None:
     run = opened(world.root / "run")
-    names = {entry.name for entry in run.model.x.entries}
+    names = {entry.name for entry in run.model.common_layout.entries}
     assert set(load_file(world.root / "run" / "state" / "common.safetensors")) == names
     weights = load_file(world.root / "run" / "common" / "adapter_model.safetensors")
     x, _ = run.common()
-    views = run.model.x.unpack(x)
+    views = run.model.common_layout.unpack(x)
     for layer in run.model.adapted:
         down = weights[f"base_model.model.{layer}.lora_A.weight"]
         up = weights[f"base_model.model.{layer}.lora_B.weight"]
@@ -89,5 +89,8 @@ def test_no_optimizer_state_is_kept(world: World) -> None:
     run = opened(world.root / "run")
     for name in run.saved.clients:
         saved = load_file(world.root / "run" / "state" / "clients" / f"{name}.safetensors")
-        assert sum(t.numel() for t in saved.values()) == run.model.x.size + run.model.y.size
+        assert (
+            sum(t.numel() for t in saved.values())
+            == run.model.common_layout.size + run.model.personal_layout.size
+        )
     assert not list((world.root / "run").rglob("*.pt")) and not list((world.root / "run").rglob("*.bin"))

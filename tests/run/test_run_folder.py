@@ -112,13 +112,16 @@ def test_every_client_loads_as_it_was_saved(world: World) -> None:
     run = opened(world.root / "run")
     saved = load_file(world.root / "run" / "state" / "clients" / "north.safetensors")
     x, y = run.client("north")
-    assert x.shape == (1, run.model.x.size) and y.shape == (1, run.model.y.size)
-    for layout, flat, prefix in ((run.model.x, x, "x."), (run.model.y, y, "y.")):
+    assert x.shape == (1, run.model.common_layout.size) and y.shape == (1, run.model.personal_layout.size)
+    for layout, flat, prefix in (
+        (run.model.common_layout, x, "common."),
+        (run.model.personal_layout, y, "personal."),
+    ):
         for name, tensor in layout.unpack(flat).items():
             assert torch.equal(tensor[0], saved[prefix + name])
     common, nothing = run.common()
     assert torch.equal(run.client(None)[0], common) and not nothing.any()
-    assert torch.equal(common[:, : run.model.x.shared], x[:, : run.model.x.shared])
+    assert torch.equal(common[:, : run.model.common_layout.shared], x[:, : run.model.common_layout.shared])
     run.model.remove()
 
 
@@ -126,9 +129,9 @@ def test_personal_heads_stay_with_their_clients(world: World) -> None:
     """The common adapter has the head that everybody began with, and nothing made of anybody's own."""
     run = opened(world.root / "run")
     first, _ = run.model.initial(run.saved.seed, ["anyone"])
-    start = run.model.x.shared
+    start = run.model.common_layout.shared
     heads = [run.client(name)[0][0, start:] for name in run.saved.clients]
-    assert run.model.x.head_size == len(heads[0]) > 0
+    assert run.model.common_layout.head_size == len(heads[0]) > 0
     assert all(not torch.equal(head, first[0, start:]) for head in heads)
     assert torch.equal(run.common()[0][0, start:], first[0, start:])
     run.model.remove()
@@ -161,7 +164,7 @@ def test_what_cannot_be_opened(world: World, tmp_path: Path) -> None:
     file.write_bytes(b"no tensors")
     with pytest.raises(UserError, match="cannot be read as safetensors"):
         loaded.client("north")
-    save_file({"x.other": torch.zeros(2)}, file)
+    save_file({"common.other": torch.zeros(2)}, file)
     with pytest.raises(UserError, match=r"no tensor .* the file does not fit this run"):
         loaded.client("north")
     loaded.model.remove()

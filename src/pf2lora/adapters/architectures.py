@@ -97,13 +97,15 @@ def keep_position_buckets(model: nn.Module) -> None:
             module.compute_position_bias = MethodType(position_bias, module)  # type: ignore[method-assign]
 
 
-def position_bias(self: Any, x: Tensor, position_ids: None = None, num_buckets: int = 32) -> Tensor:
+def position_bias(
+    self: Any, hidden_states: Tensor, position_ids: None = None, num_buckets: int = 32
+) -> Tensor:
     """MPNet's bias `(1, heads, tokens, tokens)` of the attention scores by distance."""
-    key = x.shape[1], x.device
+    key = hidden_states.shape[1], hidden_states.device
     if key not in self.position_buckets:
-        at = torch.arange(x.shape[1])
+        at = torch.arange(hidden_states.shape[1])
         bucket = self.relative_position_bucket(at[None, :] - at[:, None], num_buckets=num_buckets)
-        self.position_buckets[key] = bucket.to(x.device)
+        self.position_buckets[key] = bucket.to(hidden_states.device)
     bias: Tensor = self.relative_attention_bias(self.position_buckets[key])
     return bias.permute(2, 0, 1).unsqueeze(0)
 

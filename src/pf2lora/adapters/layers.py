@@ -109,8 +109,8 @@ class ClientLinear(nn.Module):
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
-    def bind(self, x: dict[str, Tensor]) -> None:
-        self.weight, self.bias = x[f"{self.name}.weight"], x.get(f"{self.name}.bias")
+    def bind(self, common: dict[str, Tensor]) -> None:
+        self.weight, self.bias = common[f"{self.name}.weight"], common.get(f"{self.name}.bias")
 
     def unbind(self) -> None:
         self.weight = self.bias = None

@@ -18,31 +18,37 @@ from pf2lora.adapters.layers import Adapted
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.atomic import write_bytes, write_json
 from pf2lora.core.factors import down, up
+from pf2lora.core.layout import Layout
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def combined(layer: Adapted, x: dict[str, Tensor], y: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def combined(layer: Adapted, common: dict[str, Tensor], personal: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """A layer's whole adapter as one pair `(R, n)` and `(m, R)`, of one client's tensors.
 
     A fused projection's parts keep their own A, so theirs stand below each other and B' is block-wise.
     """
     downs, ups = [], []
     for part in layer.parts:
-        C, D = y.get(f"{part.name}.C"), y.get(f"{part.name}.D")
-        of_part = up(x[f"{part.name}.B"], D, layer.spec.scaling, layer.spec.client_scaling)
+        C, D = personal.get(f"{part.name}.C"), personal.get(f"{part.name}.D")
+        of_part = up(common[f"{part.name}.B"], D, layer.spec.scaling, layer.spec.client_scaling)
         rows = of_part.new_zeros(layer.out_features, of_part.shape[1])
         rows[part.start : part.stop] = of_part
-        downs.append(down(x[f"{part.name}.A"], C))
+        downs.append(down(common[f"{part.name}.A"], C))
         ups.append(rows)
     return torch.cat(downs), torch.cat(ups, dim=1)
 
 
-def one_client(model: TwoLevelModel, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """One client's named tensors from its flat vectors `(P,)` and `(Q,)`; the common model's y of zeros is nothing."""
-    common = {name: t[0] for name, t in model.x.unpack(x.detach().float().cpu()[None]).items()}
-    own = {name: t[0] for name, t in model.y.unpack(y.detach().float().cpu()[None]).items()}
-    return common, own if y.any() else {}
+def one_client(
+    model: TwoLevelModel, common: Tensor, personal: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """One client's named tensors from its flat vectors `(P,)` and `(Q,)`; a personal adapter of zeros is none."""
+
+    def named(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
+        return {name: t[0] for name, t in layout.unpack(flat.detach().float().cpu()[None]).items()}
+
+    own = named(model.personal_layout, personal) if personal.any() else {}
+    return named(model.common_layout, common), own
 
 
 def kept_whole(model: TwoLevelModel) -> list[str]:
@@ -55,32 +61,37 @@ def kept_whole(model: TwoLevelModel) -> list[str]:
     return roots
 
 
-def whole_tensors(model: TwoLevelModel, x: dict[str, Tensor]) -> dict[str, Tensor]:
+def whole_tensors(model: TwoLevelModel, common: dict[str, Tensor]) -> dict[str, Tensor]:
     """Their parameters: the trained ones, or the model's where they are frozen."""
     state = {}
     for root in kept_whole(model):
         for name, parameter in model.model.get_submodule(root).state_dict(prefix=f"{root}.").items():
             plain = name.replace(".base.", ".")
-            state[plain] = x.get(plain, parameter)
+            state[plain] = common.get(plain, parameter)
     return state
 
 
 def save_peft(
-    folder: Path, model: TwoLevelModel, x: Tensor, y: Tensor, peft_type: str | None, base_model: str
+    folder: Path,
+    model: TwoLevelModel,
+    common: Tensor,
+    personal: Tensor,
+    peft_type: str | None,
+    base_model: str,
 ) -> None:
     """One client's adapter and head as a folder that plain `PeftModel.from_pretrained(base, folder)` loads.
 
     `peft_type` is what PEFT calls the task (`Task.peft_type`).
     """
-    common, own = one_client(model, x, y)
+    shared, own = one_client(model, common, personal)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for name, layer in model.adapted.items():
-        A, B = combined(layer, common, own)
+        A, B = combined(layer, shared, own)
         tensors[f"base_model.model.{name}.lora_A.weight"] = A
         tensors[f"base_model.model.{name}.lora_B.weight"] = B
         ranks[name] = A.shape[0]
-    tensors |= {f"base_model.model.{name}": t for name, t in whole_tensors(model, common).items()}
+    tensors |= {f"base_model.model.{name}": t for name, t in whole_tensors(model, shared).items()}
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: t.detach().float().cpu().contiguous().clone() for name, t in tensors.items()}
     write_bytes(folder / WEIGHTS, save(contiguous, metadata={"format": "pt"}))
@@ -113,22 +124,22 @@ def peft_config(
 
 
 @torch.no_grad()
-def merged_state(model: TwoLevelModel, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+def merged_state(model: TwoLevelModel, common: Tensor, personal: Tensor) -> dict[str, Tensor]:
     """The base model's own parameters with one client's adapter added and its head put in."""
-    common, own = one_client(model, x, y)
+    shared, own = one_client(model, common, personal)
     state = {name.replace(".base.", "."): t.clone() for name, t in model.model.state_dict().items()}
     for name, layer in model.adapted.items():
-        A, B = combined(layer, common, own)
+        A, B = combined(layer, shared, own)
         delta = B @ A
         weight = state[f"{name}.weight"]
         wide = weight.float().cpu() + (delta.T if isinstance(layer.base, Conv1D) else delta)
         state[f"{name}.weight"] = wide.to(weight.dtype)
-    return state | whole_tensors(model, common)
+    return state | whole_tensors(model, shared)
 
 
-def save_merged(folder: Path, model: TwoLevelModel, x: Tensor, y: Tensor, tokenizer: Any) -> None:
+def save_merged(folder: Path, model: TwoLevelModel, common: Tensor, personal: Tensor, tokenizer: Any) -> None:
     """A merged model that needs neither PEFT nor pf2lora. The model in hand becomes the merged one."""
-    state = merged_state(model, x, y)
+    state = merged_state(model, common, personal)
     model.remove()
     model.model.load_state_dict(state)
     model.model.save_pretrained(folder)

@@ -51,7 +51,7 @@ class TwoLevelModel:
             stack_relative_positions(model)
         if model.config.model_type == "mpnet":
             keep_position_buckets(model)
-        self.x, self.y = self._layouts()
+        self.common_layout, self.personal_layout = self._layouts()
         self.compiled: Callable[..., Any] | None = None
 
     def _inject(self, targets: list[str]) -> dict[str, Adapted]:
@@ -132,13 +132,13 @@ class TwoLevelModel:
             ]
             return torch.cat(values) if values else torch.zeros(0)
 
-        x = row(self.x, "common").to(dtype).expand(len(names), -1).clone()
-        return x, torch.stack([row(self.y, "client", name) for name in names]).to(dtype)
+        common = row(self.common_layout, "common").to(dtype).expand(len(names), -1).clone()
+        return common, torch.stack([row(self.personal_layout, "client", name) for name in names]).to(dtype)
 
     def __call__(
         self,
-        x: Tensor,
-        y: Tensor,
+        common: Tensor,
+        personal: Tensor,
         *,
         attention_mask: Tensor | None = None,
         key: Tensor | None = None,
@@ -151,9 +151,9 @@ class TwoLevelModel:
         fused = self.model.config._attn_implementation != "eager"
         length = inputs["input_ids"].shape[1]
         mask = needed_mask(
-            self.architecture, attention_mask, self.dtype, x.device, length=length, fused=fused
+            self.architecture, attention_mask, self.dtype, common.device, length=length, fused=fused
         )
-        with self.bound(x, y, key) as model:
+        with self.bound(common, personal, key) as model:
             fast = self.compiled is not None and not is_differentiated_twice()
             return (self.compiled if fast else model)(attention_mask=mask, **inputs)  # type: ignore[misc]
 
@@ -162,12 +162,12 @@ class TwoLevelModel:
         self.compiled = torch.compile(self.model, dynamic=False)
 
     @contextmanager
-    def bound(self, x: Tensor, y: Tensor, key: Tensor | None = None) -> Iterator[PreTrainedModel]:
+    def bound(self, common: Tensor, personal: Tensor, key: Tensor | None = None) -> Iterator[PreTrainedModel]:
         """The transformers model with the M clients' adapters in place, for calls of its own such as `generate`.
 
         Its batches are client-major; beam search repeats each example in place, which keeps them so.
         """
-        factors, heads = self.factors(x, y)
+        factors, heads = self.factors(common, personal)
         for layer in self.adapted.values():
             layer.bind(factors, key)
         for head in self.heads.values():
@@ -177,7 +177,9 @@ class TwoLevelModel:
         finally:
             self.unbind()
 
-    def factors(self, x: Tensor, y: Tensor) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    def factors(
+        self, common: Tensor, personal: Tensor
+    ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
         """Every part's `[A; C] (M, R, n)` and `[sB, s̃D] (M, m, R)` in the base model's precision, and the head.
 
         Side by side, both adapters cost a layer one pair of small products; and all layers of one shape are put
@@ -186,8 +188,8 @@ class TwoLevelModel:
         downs: list[Tensor] = []
         ups: list[Tensor] = []
         heads: dict[str, Tensor] = {}
-        own = iter(self.y.blocks(y))
-        for run, block in zip(self.x.runs, self.x.blocks(x)):
+        own = iter(self.personal_layout.blocks(personal))
+        for run, block in zip(self.common_layout.runs, self.common_layout.blocks(common)):
             kind = run[0].kind
             if kind == "head":
                 heads |= {entry.name: view for entry, view in zip(run, block.unbind(1))}
@@ -222,7 +224,7 @@ class TwoLevelModel:
     @property
     def layer_names(self) -> list[str]:
         """The adapted parts, in the order of the layouts: equal shapes together, within them as in the model."""
-        return [e.module for e in self.x.entries if e.kind == "A"]
+        return [e.module for e in self.common_layout.entries if e.kind == "A"]
 
 
 def aligned(block: Tensor, dim: int) -> Tensor:

@@ -27,7 +27,9 @@ NormLimit = Annotated[
         "--norm-limit", help="Refuse updates with a norm beyond so many medians.", rich_help_panel=RULES
     ),
 ]
-Wire = Annotated[str, typer.Option("--wire", help="Precision of x on the network: float32 or bfloat16.")]
+Wire = Annotated[
+    str, typer.Option("--wire", help="Precision of the common adapter on the network: float32 or bfloat16.")
+]
 KitFolder = Annotated[Path, typer.Argument(help="A start-up kit, as `provision` made it.")]
 LeadKit = Annotated[Path, typer.Option("--kit", help="The lead's kit.")]
 

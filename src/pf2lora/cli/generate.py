@@ -48,8 +48,8 @@ def generate(
         beams=beams or task.settings.beams,
         max_new_tokens=max_new_tokens or task.settings.max_new_tokens,
     )
-    x, y = loaded.client(client)
-    texts = task.generate(loaded.model, x, y, [wanted])[0]
+    common, personal = loaded.client(client)
+    texts = task.generate(loaded.model, common, personal, [wanted])[0]
     if as_json:
         found = [{"prompt": prompt, "text": text} for prompt, text in zip(wanted, texts)]
         typer.echo(json.dumps(found, ensure_ascii=False))

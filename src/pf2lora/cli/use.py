@@ -122,11 +122,11 @@ def export(
     loaded = open_run(run, method, "cpu")
     from pf2lora.adapters.peft import save_merged, save_peft
 
-    x, y = loaded.client(client)
+    common, personal = loaded.client(client)
     if merge:
-        save_merged(out, loaded.model, x[0], y[0], loaded.task.tokenizer)
+        save_merged(out, loaded.model, common[0], personal[0], loaded.task.tokenizer)
     else:
-        save_peft(out, loaded.model, x[0], y[0], loaded.task.peft_type, loaded.config.model.name)
+        save_peft(out, loaded.model, common[0], personal[0], loaded.task.peft_type, loaded.config.model.name)
     typer.echo(str(out))
 
 

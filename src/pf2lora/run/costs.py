@@ -21,10 +21,10 @@ from pf2lora.run.result import Parameters, SentBytes
 BYTES_PER_NUMBER = 4  # x is sent as float32
 
 
-def parameters(method: Method, y: Layout, state: State) -> Parameters:
+def parameters(method: Method, personal: Layout, state: State) -> Parameters:
     """Trainable parameters of a client at the start, the mean over clients."""
     trained = method.trained_numbers(state)
-    return Parameters(sum(trained) / len(trained), y.size, method.layout.head_size)
+    return Parameters(sum(trained) / len(trained), personal.size, method.layout.head_size)
 
 
 def sent_bytes(method: Method, numbers: Sequence[int]) -> SentBytes:

@@ -35,7 +35,7 @@ def evaluation_rounds(training: TrainingSettings) -> set[int]:
 
 def models_in_use(trial: Trial, state: State, number: int) -> tuple[Tensor, Tensor]:
     """The (x, y) every client is measured with after round `number`; a pooled learner's is everybody's."""
-    x, y = state.x, state.y
+    common, personal = state.x, state.y
     if trial.method.adapts_before_use:
         clients, schedule = range(len(trial.source.names)), trial.schedule
         per_pass = schedule.clients_per_pass or len(clients)
@@ -45,16 +45,18 @@ def models_in_use(trial: Trial, state: State, number: int) -> tuple[Tensor, Tens
             together = clients[i : i + per_pass]
             part = moved(take(state, together), trial.workload.device)
             batch = trial.source.draw(together, [next_batch] * len(together))
-            found.append([t.to(x.device) for t in trial.method.personal(trial.F, part, batch)])
-        x, y = (torch.cat(parts) for parts in zip(*found))
+            found.append([t.to(common.device) for t in trial.method.personal(trial.F, part, batch)])
+        common, personal = (torch.cat(parts) for parts in zip(*found))
     count = len(trial.workload.clients)
-    return (x.expand(count, -1), y.expand(count, -1)) if trial.method.pooled else (x, y)
+    return (
+        (common.expand(count, -1), personal.expand(count, -1)) if trial.method.pooled else (common, personal)
+    )
 
 
-def measure(trial: Trial, x: Tensor, y: Tensor, *, final: bool = False) -> Measured:
+def measure(trial: Trial, common: Tensor, personal: Tensor, *, final: bool = False) -> Measured:
     """Every client on its own test data; `final` also does what is too costly for every round."""
     workload, task = trial.workload, trial.workload.task
-    answers = task.predict(trial.model, x, y, workload.test, final=final)
+    answers = task.predict(trial.model, common, personal, workload.test, final=final)
     scores = task.score_clients(answers, [client.test for client in workload.clients])
     shown = [
         [task.example(a, row) for a, row in zip(found[:EXAMPLES], client.test)]

@@ -115,12 +115,18 @@ def named(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
 
 
 def save_client(
-    where: Path, model: TwoLevelModel, name: str, x: Tensor, y: Tensor, peft_type: str | None, base: str
+    where: Path,
+    model: TwoLevelModel,
+    name: str,
+    common: Tensor,
+    personal: Tensor,
+    peft_type: str | None,
+    base: str,
 ) -> None:
     """A client's PEFT folder, and its x and y as this package loads them again."""
-    save_peft(where / "clients" / name, model, x, y, peft_type, base)
-    own = {f"y.{n}": t for n, t in named(model.y, y).items()} | {
-        f"x.{n}": t for n, t in named(model.x, x).items()
+    save_peft(where / "clients" / name, model, common, personal, peft_type, base)
+    own = {f"personal.{n}": t for n, t in named(model.personal_layout, personal).items()} | {
+        f"common.{n}": t for n, t in named(model.common_layout, common).items()
     }
     folder = where / "state" / "clients"
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,10 +135,10 @@ def save_client(
 
 def save_common(where: Path, model: TwoLevelModel, common: Tensor, peft_type: str | None, base: str) -> None:
     """The common adapter: nothing of any client's own is in it."""
-    y = torch.zeros(model.y.size)
-    save_peft(where / "common", model, common, y, peft_type, base)
+    personal = torch.zeros(model.personal_layout.size)
+    save_peft(where / "common", model, common, personal, peft_type, base)
     (where / "state").mkdir(parents=True, exist_ok=True)
-    write_bytes(where / "state" / "common.safetensors", save(named(model.x, common)))
+    write_bytes(where / "state" / "common.safetensors", save(named(model.common_layout, common)))
 
 
 def save_description(where: Path, saved: SavedMethod) -> None:
@@ -150,7 +156,13 @@ def save_outcome(out: Path, workload: Workload, asked: str, seed: int, outcome: 
     if not kind.pooled:
         for k, name in enumerate(workload.names):
             save_client(
-                where, outcome.model, name, outcome.x[k], outcome.y[k], task.peft_type, config.model.name
+                where,
+                outcome.model,
+                name,
+                outcome.served_common[k],
+                outcome.served_personal[k],
+                task.peft_type,
+                config.model.name,
             )
     save_description(where, description(workload, asked, seed))
 

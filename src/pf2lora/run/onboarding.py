@@ -38,22 +38,24 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
     run = replace(run, saved=saved)
     check_newcomer(run, name)
     client = read_client(run, name, file)
-    x, _ = run.common()
-    first_x, y = (t.to(run.device) for t in run.model.initial(saved.seed, [name]))
+    common, _ = run.common()
+    first, personal = (t.to(run.device) for t in run.model.initial(saved.seed, [name]))
     settings = method_settings(run.config, saved.method)
     rates = {key: settings[key] for key in ("lr", "weight_decay")}
-    newcomer = Newcomer(run.model.x, client_lr=settings["client_lr"], **rates)
-    alone = Local(run.model.x, **rates)
+    newcomer = Newcomer(run.model.common_layout, client_lr=settings["client_lr"], **rates)
+    alone = Local(run.model.common_layout, **rates)
     fitting = Fitting(run, client, run.config.training.rounds if rounds is None else rounds)
-    own_x, own_y = fitting.fit(newcomer, x, y)
-    alone_x, _ = fitting.fit(alone, first_x, run.zero_y())  # D = C = 0: a plain LoRA of the common rank
+    own = fitting.fit(newcomer, common, personal)
+    alone_common, _ = fitting.fit(
+        alone, first, run.no_personal()
+    )  # D = C = 0: a plain LoRA of the common rank
     found = {
-        "common adapter alone": fitting.measure(x, run.zero_y()),
-        "own adapter on it": fitting.measure(own_x, own_y),
-        "training alone": fitting.measure(alone_x, run.zero_y()),
+        "common adapter alone": fitting.measure(common, run.no_personal()),
+        "own adapter on it": fitting.measure(*own),
+        "training alone": fitting.measure(alone_common, run.no_personal()),
     }
     folder.save_client(
-        run.where, run.model, name, own_x[0], own_y[0], run.task.peft_type, run.config.model.name
+        run.where, run.model, name, own[0][0], own[1][0], run.task.peft_type, run.config.model.name
     )
     write_json(run.where / "clients" / name / "onboarding.json", found)
     folder.save_description(run.where, replace(saved, clients=[*saved.clients, name]))
@@ -90,14 +92,14 @@ class Fitting:
         self.train: Encoded = run.task.encode([client.train], training=True).to(run.device)
         self.test: Encoded = run.task.encode([client.test], training=False).to(run.device)
 
-    def fit(self, method: Method, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def fit(self, method: Method, common: Tensor, personal: Tensor) -> tuple[Tensor, Tensor]:
         """As many local steps as the run's own clients had."""
         run = self.run
         size = run.config.training.batch_size
         source = batch_source(run.config, self.train, [self.client.name], run.saved.seed, size, method.draws)
 
-        def loss(x: Tensor, y: Tensor, batch: Any) -> Tensor:
-            return run.task.loss(run.model, x, y, batch)
+        def loss(common: Tensor, personal: Tensor, batch: Any) -> Tensor:
+            return run.task.loss(run.model, common, personal, batch)
 
         with track(self.schedule.rounds * self.schedule.steps, f"{method.label}: steps") as advance:
 
@@ -105,13 +107,19 @@ class Fitting:
                 advance(step.clients)
 
             rounds = train(
-                method, loss, method.init(x, y), source, self.schedule, device=run.device, on_step=on_step
+                method,
+                loss,
+                method.init(common, personal),
+                source,
+                self.schedule,
+                device=run.device,
+                on_step=on_step,
             )
             last = deque(rounds, maxlen=1).pop()
         return last.served.x, last.served.y
 
-    def measure(self, x: Tensor, y: Tensor) -> Scores:
+    def measure(self, common: Tensor, personal: Tensor) -> Scores:
         """The scores on the rows held out."""
-        answers = self.run.task.predict(self.run.model, x, y, self.test, final=True)[0]
+        answers = self.run.task.predict(self.run.model, common, personal, self.test, final=True)[0]
         scores = self.run.task.score(answers, self.client.test)
         return {metric: finite(value) for metric, value in scores.items()}

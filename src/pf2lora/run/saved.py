@@ -40,14 +40,14 @@ class LoadedRun:
         return place(self.folder, self.config, METHODS[self.saved.method].name)
 
     def common(self) -> tuple[Tensor, Tensor]:
-        """The common x `(1, P)` and an empty y."""
+        """The common adapter `(1, P)` and no personal one `(1, Q)`."""
         file = self.where / "state" / "common.safetensors"
         if not file.exists():
             raise UserError(f"{self.folder}: method {self.saved.method!r} has no common adapter")
-        return flat(self.model.x, read_tensors(file), file).to(self.device), self.zero_y()
+        return flat(self.model.common_layout, read_tensors(file), file).to(self.device), self.no_personal()
 
-    def zero_y(self) -> Tensor:
-        return torch.zeros(1, self.model.y.size, device=self.device)
+    def no_personal(self) -> Tensor:
+        return torch.zeros(1, self.model.personal_layout.size, device=self.device)
 
     def client(self, name: str | None) -> tuple[Tensor, Tensor]:
         """A client's `(1, P)` and `(1, Q)`; without a name, the common adapter alone."""
@@ -63,16 +63,19 @@ class LoadedRun:
         tensors = read_tensors(file)
         parts = {
             prefix: {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-            for prefix in ("x.", "y.")
+            for prefix in ("common.", "personal.")
         }
-        x, y = flat(self.model.x, parts["x."], file), flat(self.model.y, parts["y."], file)
-        return x.to(self.device), y.to(self.device)
+        common, personal = (
+            flat(self.model.common_layout, parts["common."], file),
+            flat(self.model.personal_layout, parts["personal."], file),
+        )
+        return common.to(self.device), personal.to(self.device)
 
     def answers(self, client: str | None, rows: list[Any]) -> list[Any]:
         """A client's answers to rows, by the same path as in training."""
-        x, y = self.client(client)
+        common, personal = self.client(client)
         encoded = self.task.encode([rows], training=False).to(self.device)
-        return self.task.predict(self.model, x, y, encoded, final=True)[0]
+        return self.task.predict(self.model, common, personal, encoded, final=True)[0]
 
 
 def read_config(folder: Path) -> Config:

@@ -57,7 +57,7 @@ def set_up(
         names = ["pooled"] if kind.pooled else workload.names
         position, clients = place or (0, len(names))
         positions = tuple(range(position, position + len(names)))
-        method = build_method(config, name, model.x, clients, positions)
+        method = build_method(config, name, model.common_layout, clients, positions)
         schedule = schedule_of(config, seed)
         rows = workload.train.pooled() if kind.pooled else workload.train
         learners = len(participants(seed, 1, len(workload.clients), schedule.participation))

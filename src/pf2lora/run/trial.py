@@ -32,11 +32,11 @@ HARDLY = 1e-5  # a relative change of y over a round below this counts as not mo
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished trial: its record for result.json and each client's served (x, y); `common` is what all share."""
+    """A finished trial: its record for result.json, what each client is served, and what all of them share."""
 
     record: SeedRun
-    x: Tensor  # (clients, P)
-    y: Tensor  # (clients, Q)
+    served_common: Tensor  # (clients, P)
+    served_personal: Tensor  # (clients, Q)
     common: Tensor | None  # (P,)
     model: TwoLevelModel
     examples: list[list[Example]]  # a few of each client's answers, for the report
@@ -92,24 +92,24 @@ def run(
         workload.device
     )  # before operations are counted, which takes memory of its own
     record_of_seed = seed_run(trial, watched, moving.still if method.two_level else [], memory)
-    x, y = models_in_use(trial, done.served, done.number)
+    served = models_in_use(trial, done.served, done.number)
     common = common_vector(trial, done) if method.federated or method.pooled else None
-    return Outcome(record_of_seed, x, y, common, trial.model, watched.last["served"].examples)
+    return Outcome(record_of_seed, *served, common, trial.model, watched.last["served"].examples)
 
 
 class Moving:
     """Whether client adapters still move."""
 
-    def __init__(self, y: Tensor) -> None:
-        self.previous = y.clone()
-        self.still = [False] * len(y)
+    def __init__(self, personal: Tensor) -> None:
+        self.previous = personal.clone()
+        self.still = [False] * len(personal)
 
-    def look(self, y: Tensor, participants: Sequence[int]) -> None:
-        y = y.cpu()
-        change = (y - self.previous).norm(dim=1) / self.previous.norm(dim=1).clamp_min(1e-30)
+    def look(self, personal: Tensor, participants: Sequence[int]) -> None:
+        personal = personal.cpu()
+        change = (personal - self.previous).norm(dim=1) / self.previous.norm(dim=1).clamp_min(1e-30)
         for k in participants:
             self.still[k] = bool(change[k] < HARDLY)
-        self.previous.copy_(y)
+        self.previous.copy_(personal)
 
 
 def seed_run(trial: Trial, watched: Watched, still: Sequence[bool], memory: int | None) -> SeedRun:
@@ -126,7 +126,7 @@ def seed_run(trial: Trial, watched: Watched, still: Sequence[bool], memory: int 
         before_averaging=summary(metrics, scores["before_averaging"]),
         rounds=watched.rounds,
         layers=trial.model.layer_names,
-        parameters=costs.parameters(method, trial.model.y, trial.state),
+        parameters=costs.parameters(method, trial.model.personal_layout, trial.state),
         bytes_per_round=costs.sent_bytes(method, watched.sent),
         flops_per_round=flops / trial.schedule.rounds,
         seconds=sum(r.seconds for r in watched.rounds),
@@ -153,8 +153,8 @@ def round_record(trial: Trial, done: Round, measured_rounds: set[int], watched: 
     if done.number not in measured_rounds:
         return record
     final = done.number == trial.schedule.rounds
-    x, y = models_in_use(trial, done.served, done.number)
-    watched.last = {"served": measure(trial, x, y, final=final)}
+    common, personal = models_in_use(trial, done.served, done.number)
+    watched.last = {"served": measure(trial, common, personal, final=final)}
     if trial.method.federated:
         watched.last["before_averaging"] = measure(
             trial, *models_in_use(trial, done.before, done.number), final=final
@@ -164,14 +164,14 @@ def round_record(trial: Trial, done: Round, measured_rounds: set[int], watched: 
         for point, found in watched.last.items()
     }
     model, spec = trial.model, trial.model.spec
-    scalings = spec.scaling, spec.client_scaling
-    shares = client_share(model.x, model.y, x, y, *scalings).tolist() if trial.method.two_level else None
+    adapters = model.common_layout, model.personal_layout, common, personal, spec.scaling, spec.client_scaling
+    shares = client_share(*adapters).tolist() if trial.method.two_level else None
     return replace(
         record,
         served=scores["served"],
         before_averaging=scores.get("before_averaging"),
         client_share=None if shares is None else finite_numbers(shares),
-        ranks=learned_ranks(model.x, model.y, x, y, *scalings).tolist(),
+        ranks=learned_ranks(*adapters).tolist(),
     )
 
 

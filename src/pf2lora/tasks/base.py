@@ -52,12 +52,12 @@ class Task(ABC, Generic[Row, Prediction]):
         """The clients' rows as tokens, side by side."""
 
     @abstractmethod
-    def loss(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+    def loss(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
         """F(x, y; batch): each client's mean loss, shape (M,)."""
 
     @abstractmethod
     def predict(
-        self, model: TwoLevelModel, x: Tensor, y: Tensor, encoded: Encoded, *, final: bool = False
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, *, final: bool = False
     ) -> list[list[Prediction]]:
         """What each client's model answers to each of its rows, in the rows' order.
 
@@ -169,8 +169,8 @@ def evaluation_batches(
 @torch.no_grad()
 def predict_rows(
     function: Callable[[Tensor, Tensor, Batch], Any],
-    x: Tensor,
-    y: Tensor,
+    common: Tensor,
+    personal: Tensor,
     encoded: Encoded,
     size: int,
     clients_per_pass: int | None = None,
@@ -179,9 +179,11 @@ def predict_rows(
     answers: list[list[Any]] = [[None] * n for n in encoded.sizes()]
     device = encoded.device
     for clients, index, real in evaluation_batches(encoded, size, clients_per_pass):
-        at = torch.tensor(clients, device=x.device)
+        at = torch.tensor(clients, device=common.device)
         batch = Batch(len(clients), encoded.rows(index))
-        found = function(x.index_select(0, at).to(device), y.index_select(0, at).to(device), batch)
+        found = function(
+            common.index_select(0, at).to(device), personal.index_select(0, at).to(device), batch
+        )
         width = len(index) // len(clients)
         for i, (k, count) in enumerate(zip(clients, real)):
             for j in range(i * width, i * width + count):

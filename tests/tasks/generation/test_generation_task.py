@@ -44,8 +44,8 @@ def two_level(kind: str, clients: int, size: float = 0.5) -> tuple[TwoLevelModel
     """A model and adapters that are different, and far from zero, for every client."""
     model = TwoLevelModel(causal(kind), AdapterSpec(rank=4, client_rank=2))
     torch.manual_seed(1)
-    x = torch.randn(clients, model.x.size, dtype=torch.float64) * size
-    y = torch.randn(clients, model.y.size, dtype=torch.float64) * size
+    x = torch.randn(clients, model.common_layout.size, dtype=torch.float64) * size
+    y = torch.randn(clients, model.personal_layout.size, dtype=torch.float64) * size
     return model, x, y
 
 
@@ -207,7 +207,7 @@ def test_training_evaluation_and_generation_end_to_end(kind: str) -> None:
         causal(kind, torch.float32), AdapterSpec(rank=8, client_rank=4, targets=EVERY_LAYER[kind])
     )
     x, y = model.initial(0, ["one", "two"])
-    method = PF2LoRA(model.x, lr=1e-2, client_lr=0.3, hypergradient_mode="difference")
+    method = PF2LoRA(model.common_layout, lr=1e-2, client_lr=0.3, hypergradient_mode="difference")
     source = EncodedSource(encoded, ["one", "two"], 4, 0)
     first = [generation.score(p, r) for p, r in zip(generation.predict(model, x, y, test), clients)]
     for done in train(method, partial(generation.loss, model), method.init(x, y), source, Schedule(12, 10)):

@@ -183,8 +183,8 @@ def test_loss_is_the_mean_over_windows_and_padding_does_not_matter(kind: str) ->
     answering = task()
     model = TwoLevelModel(reader(kind), AdapterSpec(rank=4, client_rank=2))
     torch.manual_seed(1)
-    x = torch.randn(2, model.x.size, dtype=torch.float64) * 0.3
-    y = torch.randn(2, model.y.size, dtype=torch.float64) * 0.3
+    x = torch.randn(2, model.common_layout.size, dtype=torch.float64) * 0.3
+    y = torch.randn(2, model.personal_layout.size, dtype=torch.float64) * 0.3
     clients = [
         [row("stone river cloud salt", "cloud"), row("salt", "salt")],
         [row("iron", "iron"), row("wood wood stonegate river iron", "iron")],
@@ -233,7 +233,7 @@ def test_training_and_evaluation_end_to_end(kind: str) -> None:
     x, y = model.initial(0, ["one", "two"])
     encoded = answering.encode(clients, training=True)
     test = answering.encode(clients, training=False)
-    method = PF2LoRA(model.x, lr=5e-3, client_lr=0.1, hypergradient_mode="difference")
+    method = PF2LoRA(model.common_layout, lr=5e-3, client_lr=0.1, hypergradient_mode="difference")
     before = [answering.score(p, r) for p, r in zip(answering.predict(model, x, y, test), clients)]
     source = EncodedSource(encoded, ["one", "two"], 8, 0)
     for done in train(method, partial(answering.loss, model), method.init(x, y), source, Schedule(10, 10)):

@@ -38,7 +38,7 @@ Checks = Mapping[str, Check]
 
 @dataclass(frozen=True)
 class Declared:
-    """The fields of one kind of message, each with the check of its value, and whether x may be with them."""
+    """The fields of one kind of message, each with the check of its value, and whether an adapter may be there."""
 
     required: Checks
     optional: Checks = field(default_factory=dict)
@@ -83,7 +83,7 @@ REQUESTS = {
     "measure": Declared(ROUND, MEASURE_SERVED, tensors=True),
     "finish": Declared(ROUND, tensors=True),
 }
-"""What the server sends. Whether the tensors are x is checked where the adapter is known, in the site's session."""
+"""What the server sends. Whether its tensors are the common adapter is checked in the site's session."""
 
 ANSWERS: tuple[str, ...] = ("hello", "update", "scores", "problem")
 """The kinds of what a site sends."""

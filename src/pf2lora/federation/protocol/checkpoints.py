@@ -1,4 +1,4 @@
-"""What a site keeps between rounds, on its own disk: y, the optimizer state and its copy of x, per round.
+"""What a site keeps between rounds, on its own disk: its adapters and the optimizer state, per round.
 
 The last rounds are kept, not only the newest: after a crash the server may be a round behind, and the site then
 goes back to the state it had when that round began.

@@ -188,7 +188,7 @@ def entry_from(described: Any) -> Entry:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype in which x travels, by the name that a plan gives it."""
+    """The dtype in which the common adapter travels, by the name that a plan gives it."""
     if name not in DTYPES:
-        raise UserError(f"wire is {name!r}; x travels as {' or '.join(DTYPES)}")
+        raise UserError(f"wire is {name!r}; the common adapter travels as {' or '.join(DTYPES)}")
     return DTYPES[name]

@@ -35,7 +35,7 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
     for k, folder in enumerate(sites):
         keep_adapters(folder / plan.name, out, workload.names[k])
     if session.common is not None:
-        whole = torch.cat([session.common, trial.state.x[0].cpu()[trial.model.x.shared :]])
+        whole = torch.cat([session.common, trial.state.x[0].cpu()[trial.model.common_layout.shared :]])
         run_folder.save_common(out, trial.model, whole, task.peft_type, config.model.name)
     run_folder.save_description(out, run_folder.description(workload, plan.method, config.training.seed))
     result = describe(workload, {trial.method.name: MethodResult(trial.method.label, [record])}, [])
@@ -57,7 +57,7 @@ def seed_run(plan: Plan, trial: Trial, session: ServerSession, final: dict[str, 
         before_averaging=summary(metrics, rounds[-1].before_averaging),
         rounds=rounds,
         layers=trial.model.layer_names,
-        parameters=costs.parameters(trial.method, trial.model.y, trial.state),
+        parameters=costs.parameters(trial.method, trial.model.personal_layout, trial.state),
         bytes_per_round=sent_bytes(plan, session),
         flops_per_round=None,
         seconds=sum(r.seconds for r in rounds),

@@ -20,7 +20,8 @@ class Plan:
     """The plan every participant gets. It names no data: where a site's data lies is the site's own affair.
 
     `deadline` is in seconds per round; `quorum` the fraction of a round's sites that must answer in time;
-    `norm_limit` how many times the median an update's norm may be; `wire` the precision x travels in.
+    `norm_limit` how many times the median an update's norm may be; `wire` the precision
+    in which the common adapter travels.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Plan:
         if not self.sites:
             raise UserError("a federation needs at least one site")
         if self.wire not in ("float32", "bfloat16"):
-            raise UserError(f"wire is {self.wire!r}; x travels as float32 or bfloat16")
+            raise UserError(f"wire is {self.wire!r}; the common adapter travels as float32 or bfloat16")
         if not self.deadline > 0:
             raise UserError(f"deadline is {self.deadline}; it is a round's time in seconds, above 0")
         if not 0 < self.quorum <= 1:

@@ -59,9 +59,9 @@ class ServerSession:
         self.plan, self.folder, self.config = plan, folder, plan.run
         self.dtype = dtype_named(plan.wire)
         self.done = 0  # finished rounds
-        self.common: Tensor | None = None  # x after them
+        self.common: Tensor | None = None  # the common adapter after them
         self.sites: dict[str, dict[str, Any]] = {}  # what each said of itself
-        self.ranks: dict[str, int | None] = {}  # of the last updates; HETLoRA's sites get x truncated to it
+        self.ranks: dict[str, int | None] = {}  # of the last updates; HETLoRA's sites get it truncated to it
         self.method: Method | None = None
         self.records: list[RoundRecord] = []
         with writing(folder):
@@ -135,7 +135,7 @@ class ServerSession:
         return {site: encode(fields, self.common_for(site)) for site in present}
 
     def common_for(self, site: str) -> dict[str, Tensor]:
-        """x as this site gets it; nothing before the first average."""
+        """The common adapter as this site gets it; nothing before the first average."""
         if self.common is None:
             return {}
         return to_tensors(self.layout, self.common, self.ranks.get(site), self.dtype)
@@ -208,7 +208,7 @@ class ServerSession:
         self.common = self.known_method.merge(torch.stack([vectors[s] for s in sites]), weights)
 
     def beyond_norm_limit(self, vectors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Sites whose update has a norm beyond the limit, with the reason. It is the norm of x as sent, not of its
+        """Sites whose update has a norm beyond the limit, with the reason. It is the norm of what was sent, not of its
         change: where the others have converged, the honest change of a site that was away is many times theirs."""
         norms = {site: float(v.double().norm()) for site, v in vectors.items()}
         if len(norms) < 3:  # of two, nobody can say which is the odd one

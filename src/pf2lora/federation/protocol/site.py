@@ -39,7 +39,7 @@ class SiteSession:
         return encode({"kind": "scores", "round": number, "served": self.measured(state, number - 1)})
 
     def received(self, number: int, tensors: dict[str, torch.Tensor]) -> tuple[State, Checkpoint]:
-        """The state a round begins with: the site's own of its last round, with the server's x in it."""
+        """The state a round begins with: the site's own of its last round, with the server's common adapter in it."""
         saved = self.latest
         if saved is None or saved.round >= number:
             saved = self.folder.newest_before(number, self.setup.initial)
@@ -76,6 +76,6 @@ class SiteSession:
         self.folder.save(self.latest)
         tensors = {}
         if leaves.numel():
-            (rank,) = setup.method.ranks_of(state)  # only that part of x leaves
+            (rank,) = setup.method.ranks_of(state)  # only that part of the common adapter leaves
             tensors = to_tensors(setup.layout, leaves[0], rank, self.dtype)
         return encode(answer, tensors)

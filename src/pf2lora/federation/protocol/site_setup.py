@@ -166,9 +166,11 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     }
 
     def export(state: State, number: int) -> None:
-        x, y = models_in_use(trial, state, number)
+        common, personal = models_in_use(trial, state, number)
         kind, base_model = workload.task.peft_type, config.model.name
-        save_client(state_folder(plan, file), trial.model, client.name, x[0], y[0], kind, base_model)
+        save_client(
+            state_folder(plan, file), trial.model, client.name, common[0], personal[0], kind, base_model
+        )
 
     return SiteSetup(
         client.name,

@@ -72,25 +72,25 @@ class Classification(Task[TextRow, np.ndarray]):
             tokens, self.tokenizer.pad_token_id, {"labels": labels}, [len(client) for client in clients]
         )
 
-    def loss(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
-        logits = self.logits(model, x, y, batch)
+    def loss(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
+        logits = self.logits(model, common, personal, batch)
         losses = cross_entropy(logits, batch.tensors["labels"], reduction="none")
         return losses.view(batch.clients, -1).mean(1)
 
-    def logits(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+    def logits(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
         inputs = {name: t for name, t in batch.tensors.items() if name != "labels"} | {
             "attention_mask": batch.mask
         }
-        logits: Tensor = model(x, y, key=batch.key, **inputs).logits
-        return logits.to(x.dtype)
+        logits: Tensor = model(common, personal, key=batch.key, **inputs).logits
+        return logits.to(common.dtype)
 
     def predict(
-        self, model: TwoLevelModel, x: Tensor, y: Tensor, encoded: Encoded, *, final: bool = False
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, *, final: bool = False
     ) -> list[list[np.ndarray]]:
-        def answer(x: Tensor, y: Tensor, batch: Batch) -> np.ndarray:
-            return self.logits(model, x, y, batch).double().cpu().numpy()
+        def answer(common: Tensor, personal: Tensor, batch: Batch) -> np.ndarray:
+            return self.logits(model, common, personal, batch).double().cpu().numpy()
 
-        return predict_rows(answer, x, y, encoded, self.evaluation_batch, self.clients_per_pass)
+        return predict_rows(answer, common, personal, encoded, self.evaluation_batch, self.clients_per_pass)
 
     def score(self, predictions: Sequence[np.ndarray], rows: Sequence[TextRow]) -> Scores:
         logits = np.stack(predictions)

@@ -189,38 +189,44 @@ class Generation(Task[PromptRow, Continuation]):
 
     # --- loss and generation -----------------------------------------------------------------------------
 
-    def loss(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+    def loss(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
         """The mean over all target tokens of a client's examples: long targets weigh more, as in LoRA."""
-        losses, counted = self.token_losses(model, x, y, batch)
+        losses, counted = self.token_losses(model, common, personal, batch)
         per_client = losses.view(batch.clients, -1).sum(1)
         return per_client / counted.view(batch.clients, -1).sum(1)
 
-    def token_losses(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def token_losses(
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
         """The loss of every token given those before it, zero outside the targets, and where the targets are."""
         ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"]
-        logits = model(x, y, key=batch.key, input_ids=ids, attention_mask=batch.mask, use_cache=False).logits
+        logits = model(
+            common, personal, key=batch.key, input_ids=ids, attention_mask=batch.mask, use_cache=False
+        ).logits
         # Position t predicts token t + 1; rolling the tokens copies less than slicing the logits would.
         following = torch.arange(1, ids.shape[1] + 1, device=ids.device)
         counted = mask.roll(-1, 1).bool() & (following >= batch.tensors["prompt_length"].unsqueeze(1))
         counted &= following < ids.shape[1]
-        flat = cross_entropy(logits.flatten(0, 1).to(x.dtype), ids.roll(-1, 1).flatten(), reduction="none")
+        flat = cross_entropy(
+            logits.flatten(0, 1).to(common.dtype), ids.roll(-1, 1).flatten(), reduction="none"
+        )
         losses = flat.view(ids.shape)
         return losses * counted, counted
 
     def predict(
-        self, model: TwoLevelModel, x: Tensor, y: Tensor, encoded: Encoded, *, final: bool = False
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, *, final: bool = False
     ) -> list[list[Continuation]]:
         assert isinstance(encoded, PromptExamples)
 
-        def answer(x: Tensor, y: Tensor, batch: Batch) -> list[tuple[float, int]]:
-            losses, counted = self.token_losses(model, x, y, batch)
+        def answer(common: Tensor, personal: Tensor, batch: Batch) -> list[tuple[float, int]]:
+            losses, counted = self.token_losses(model, common, personal, batch)
             return list(zip(losses.double().sum(1).tolist(), counted.sum(1).tolist()))
 
-        found = predict_rows(answer, x, y, encoded, self.evaluation_batch, self.clients_per_pass)
+        found = predict_rows(answer, common, personal, encoded, self.evaluation_batch, self.clients_per_pass)
         losses = encoded.by_row(found)
         texts: Sequence[Sequence[str | None]] = [[None] * len(rows) for rows in losses]
         if final:
-            texts = self._continue(model, x, y, encoded.prompts)
+            texts = self._continue(model, common, personal, encoded.prompts)
         return [
             [
                 Continuation(sum(s for s, _ in row), sum(n for _, n in row), text)
@@ -230,7 +236,7 @@ class Generation(Task[PromptRow, Continuation]):
         ]
 
     def generate(
-        self, model: TwoLevelModel, x: Tensor, y: Tensor, prompts: Sequence[Sequence[str]]
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, prompts: Sequence[Sequence[str]]
     ) -> list[list[str]]:
         """What each client's model writes after each of its prompts, all clients together."""
         tokens = self._prompt_tokens([prompt for client in prompts for prompt in client])
@@ -240,9 +246,13 @@ class Generation(Task[PromptRow, Continuation]):
                     f"a prompt has {len(ids)} tokens and fills the window of {self.settings.max_length} (max_length): "
                     f"shorten it"
                 )
-        return self._continue(model, x, y, self._prompt_columns(tokens, [len(client) for client in prompts]))
+        return self._continue(
+            model, common, personal, self._prompt_columns(tokens, [len(client) for client in prompts])
+        )
 
-    def _continue(self, model: TwoLevelModel, x: Tensor, y: Tensor, prompts: Encoded) -> list[list[str]]:
+    def _continue(
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, prompts: Encoded
+    ) -> list[list[str]]:
         config = GenerationConfig(
             max_new_tokens=self.settings.max_new_tokens,
             num_beams=self.settings.beams,
@@ -253,12 +263,12 @@ class Generation(Task[PromptRow, Continuation]):
             pad_token_id=self.pad,
         )
 
-        def answer(x: Tensor, y: Tensor, batch: Batch) -> list[str]:
+        def answer(common: Tensor, personal: Tensor, batch: Batch) -> list[str]:
             ids, mask = left_padded(batch.tensors["input_ids"], batch.tensors["attention_mask"], self.pad)
             processors = LogitsProcessorList()
             if self.settings.no_repeat_ngram:
                 processors.append(NoRepeatInText(self.settings.no_repeat_ngram, ids.shape[1]))
-            with model.bound(x, y) as base:
+            with model.bound(common, personal) as base:
                 found = base.generate(  # type: ignore[operator]
                     input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors
                 )
@@ -266,7 +276,7 @@ class Generation(Task[PromptRow, Continuation]):
             return [text.strip() for text in texts]
 
         prompts = prompts.to(model.model.device)
-        return predict_rows(answer, x, y, prompts, self.generation_batch, self.clients_per_pass)
+        return predict_rows(answer, common, personal, prompts, self.generation_batch, self.clients_per_pass)
 
     # --- scores ------------------------------------------------------------------------------------------
 

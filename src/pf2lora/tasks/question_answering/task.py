@@ -178,37 +178,43 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
 
     # --- loss and answers --------------------------------------------------------------------------------
 
-    def logits(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def logits(
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
         """Scores of every token as the first and as the last of the answer; padding is never either."""
         inputs = {
             name: batch.tensors[name] for name in ("input_ids", "token_type_ids") if name in batch.tensors
         }
-        out = model(x, y, key=batch.key, attention_mask=batch.mask, **inputs)
+        out = model(common, personal, key=batch.key, attention_mask=batch.mask, **inputs)
         padding = batch.tensors["attention_mask"] == 0
         start, end = (
-            logits.to(x.dtype).masked_fill(padding, -torch.inf)
+            logits.to(common.dtype).masked_fill(padding, -torch.inf)
             for logits in (out.start_logits, out.end_logits)
         )
         return start, end
 
-    def loss(self, model: TwoLevelModel, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+    def loss(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
         """The mean over windows of the mean cross-entropy of start and end."""
-        return window_losses(*self.logits(model, x, y, batch), batch).view(batch.clients, -1).mean(1)
+        return (
+            window_losses(*self.logits(model, common, personal, batch), batch).view(batch.clients, -1).mean(1)
+        )
 
     def predict(
-        self, model: TwoLevelModel, x: Tensor, y: Tensor, encoded: Encoded, *, final: bool = False
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, *, final: bool = False
     ) -> list[list[Answer]]:
         assert isinstance(encoded, WindowExamples)
 
-        def answer(x: Tensor, y: Tensor, batch: Batch) -> list[Window]:
-            start, end = self.logits(model, x, y, batch)
+        def answer(common: Tensor, personal: Tensor, batch: Batch) -> list[Window]:
+            start, end = self.logits(model, common, personal, batch)
             losses = window_losses(start, end, batch)
             spans = best_spans(start, end, batch, self.settings)
             cls = batch.tensors["cls"].unsqueeze(1)
             null = (start.gather(1, cls) + end.gather(1, cls)).squeeze(1)
             return [Window(*each) for each in zip(null.tolist(), spans, losses.tolist())]
 
-        windows = predict_rows(answer, x, y, encoded, self.evaluation_batch, self.clients_per_pass)
+        windows = predict_rows(
+            answer, common, personal, encoded, self.evaluation_batch, self.clients_per_pass
+        )
         places = [encoded.offsets[start:stop] for start, stop in zip(encoded.starts, encoded.starts[1:])]
         found = encoded.by_row([list(zip(*both)) for both in zip(windows, places)])
         return [
