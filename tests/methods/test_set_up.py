@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from tiny import regression_problem
 
@@ -9,8 +11,10 @@ from pf2lora.core.method import Surroundings
 from pf2lora.methods import METHODS
 from pf2lora.methods.hetlora import HetLoRA
 from pf2lora.methods.homlora import HomLoRA
+from pf2lora.methods.newcomer import Newcomer
 from pf2lora.methods.per_fedavg import PerFedAvg
 from pf2lora.methods.pf2lora import PF2LoRA
+from pf2lora.run.config import TrainingSettings
 
 COMMON = {"lr": float, "weight_decay": float, "optimizer": str, "rank": int}
 
@@ -79,3 +83,18 @@ def test_a_bilevel_method_learns_the_runs_precision() -> None:
         assert (method.layout, method.precision, method.lr) == (layout, "bfloat16", 0.3)
     plain = HomLoRA.set_up(run, {"lr": 0.3})
     assert (plain.layout, plain.lr) == (layout, 0.3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_built_by_hand_has_the_defaults_of_a_run(name: str) -> None:
+    """What a run's settings and a method call the same has one default."""
+    method, run = METHODS[name](regression_problem().layout), TrainingSettings()
+    common = {f.name for f in fields(method)} & {f.name for f in fields(run)}
+    assert {"lr", "weight_decay"} <= common and ("client_lr" in common) == method.two_level
+    assert {key: getattr(method, key) for key in common} == {key: getattr(run, key) for key in common}
+
+
+def test_a_newcomer_has_the_lower_rate_of_pf2lora() -> None:
+    layout = regression_problem().layout
+    assert Newcomer(layout).client_lr == PF2LoRA(layout).client_lr
+    assert Newcomer.two_level and not Newcomer.federated
