@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -228,3 +229,20 @@ def test_every_architecture_is_recorded(kind: str, attention: str, caplog: pytes
         ends.append(last.served.x.cpu())
     assert "without a CUDA graph" not in caplog.text
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+def test_recordings_leave_no_memory_behind() -> None:
+    """A comparison's later methods have the memory that its first had."""
+    device, held = torch.device("cuda"), []
+    for _ in range(4):
+        p = tiny_problem("roberta", model=tiny_model("roberta", dtype=torch.float32).to(device))  # type: ignore[arg-type]
+        assert isinstance(p.source, EncodedSource)
+        method = PF2LoRA(p.layout)
+        source = EncodedSource(p.source.data.to(device), p.source.names, 4, seed=0, alike=method.draws)
+        state = method.init(p.x.float(), p.y.float())
+        *_, last = train(method, p.F, state, source, Schedule(3, 4), device=device)
+        del p, source, state, last
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] - held[1] < 8_000_000

@@ -96,7 +96,7 @@ class GraphStepper:
         """Run the step a few times aside, then record it; the new state is written over the old."""
         place = over_tensors(torch.clone, state)
         held = [own_copy(batch) for batch in batches]
-        aside = torch.cuda.Stream()
+        aside = side_stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside), no_mask_while_recording():  # a compiled model is compiled here
             for _ in range(WARM_UP):
@@ -111,6 +111,18 @@ class GraphStepper:
     def pool(self) -> Any:
         """All recordings share one pool of memory: only one plays at a time."""
         return next(iter(self.recordings.values())).graph.pool() if self.recordings else None
+
+
+_streams: dict[Any, Any] = {}
+
+
+def side_stream() -> torch.cuda.Stream:
+    """The stream that steps are tried on before they are recorded. There is one: each stream that multiplies matrices
+    gets a workspace (32 MB on an H200) that torch keeps for good."""
+    if torch.cuda.Stream not in _streams:
+        _streams[torch.cuda.Stream] = torch.cuda.Stream()
+    stream: torch.cuda.Stream = _streams[torch.cuda.Stream]
+    return stream
 
 
 def obstacle(error: RuntimeError) -> str:
