@@ -161,3 +161,16 @@ def test_the_result_that_is_shown_is_one() -> None:
     content = json.loads(re.sub(r"//.*", "", shown))
     written = from_json(content, "docs/result.md").to_dict()
     assert json.dumps(written, indent=1) == json.dumps(content, indent=1)
+
+
+def test_the_settings_page_is_the_settings() -> None:
+    from pf2lora.cli.reference import reference
+
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf8")
+    assert page == reference(), "python -m pf2lora.cli.reference > docs/settings.md"
+
+
+def test_every_public_name_is_in_the_python_page() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf8")
+    for name in pf2lora.__all__:
+        assert re.search(rf"`{name}\b", page), name
