@@ -1,4 +1,4 @@
-"""Every setting in one page, made from the settings themselves: `python -m pf2lora.cli.reference > docs/settings.md`."""
+"""Every setting on one page, made from the settings: `python -m pf2lora.cli.reference > docs/settings.md`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pf2lora.tasks import TASKS
 
 HEAD = """# Settings
 
-Made by `python -m pf2lora.cli.reference`; do not edit. In a TOML file each setting is in its table; on the command line and in
-`federate()` it stands alone (`batch_size` is `--batch-size`). An empty default is chosen for you, as the text says.
+Made by `python -m pf2lora.cli.reference`; do not edit. In a TOML file each setting is in its table; on the command line
+and in `federate()` it stands alone (`batch_size` is `--batch-size`). An empty default is chosen for you, as the text says.
 """
 
 
@@ -48,7 +48,8 @@ def method_rows(name: str) -> str:
     shared = {setting for table in TABLES.values() for setting in settings_of(table)}
     lines = ["| parameter | default |", "| --- | --- |"]
     for parameter in kind.parameters():
-        default = "the run's" if parameter in shared else shown(defaults.get(parameter))
+        own = kind.run_defaults.get(parameter, shown(defaults.get(parameter)))
+        default = "the run's" if parameter in shared else own
         lines.append(f"| `{parameter}` | {default} |")
     return "\n".join(lines) + "\n"
 

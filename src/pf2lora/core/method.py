@@ -100,9 +100,10 @@ class Method(ABC):
     adapts_before_use: ClassVar[bool] = (
         False  # `personal` does something: a client steps before it is measured
     )
-    derived: ClassVar[frozenset[str]] = frozenset(
-        {"layout"}
-    )  # fields that no user sets: they follow from the run
+    # Fields that no user sets: they follow from the run.
+    derived: ClassVar[frozenset[str]] = frozenset({"layout"})
+    # In words, where `set_up` has a default of its own.
+    run_defaults: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:

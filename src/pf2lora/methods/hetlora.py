@@ -43,6 +43,10 @@ class HetLoRA(Method):
     name: ClassVar[str] = "hetlora"
     label: ClassVar[str] = "HETLoRA"
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "ranks"})
+    run_defaults: ClassVar[Mapping[str, str]] = {
+        "r_min": "the run's rank",
+        "r_max": "half as much again as the run's rank",
+    }
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:
