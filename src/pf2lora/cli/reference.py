@@ -14,7 +14,8 @@ from pf2lora.tasks import TASKS
 HEAD = """# Settings
 
 Made by `python -m pf2lora.cli.reference`; do not edit. In a TOML file each setting is in its table; on the command line
-and in `federate()` it stands alone (`batch_size` is `--batch-size`). An empty default is chosen for you, as the text says.
+and in `federate()` it stands alone (`batch_size` is `--batch-size`). Without a default, the text says what is
+taken.
 """
 
 
