@@ -51,7 +51,7 @@ def run(workload: Workload, seed: int) -> dict[str, Any]:
         graphs=workload.config.model.graphs,
     )
     for done in rounds:
-        losses += done.report.loss.mean(1).tolist()
+        losses += done.stats.loss.mean(1).tolist()
     seconds = time.perf_counter() - started
     scores = measure(trial, *models_in_use(trial, done.served, done.number)).scores["accuracy"]
     trial.model.remove()

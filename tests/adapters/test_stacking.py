@@ -118,7 +118,7 @@ def test_clients_per_pass_changes_no_number(setting: str) -> None:
             for a, b in ((whole.before, parts.before), (whole.served, parts.served)):
                 torch.testing.assert_close(a.x, b.x, rtol=0, atol=1e-10)
                 torch.testing.assert_close(a.y, b.y, rtol=0, atol=1e-10)
-            torch.testing.assert_close(whole.report.loss, parts.report.loss, rtol=0, atol=1e-10)
+            torch.testing.assert_close(whole.stats.loss, parts.stats.loss, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -144,7 +144,7 @@ def test_permuting_clients_permutes_results(setting: str) -> None:
     for a, b in ((one.before, other.before), (one.served, other.served)):
         torch.testing.assert_close(a.x[order], b.x, rtol=0, atol=1e-10)
         torch.testing.assert_close(a.y[order], b.y, rtol=0, atol=1e-10)
-    torch.testing.assert_close(one.report.loss[:, order], other.report.loss, rtol=0, atol=1e-10)
+    torch.testing.assert_close(one.stats.loss[:, order], other.stats.loss, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["roberta", "gpt2"])

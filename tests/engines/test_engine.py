@@ -37,7 +37,7 @@ def test_the_same_seed_gives_the_same_bits(dtype: torch.dtype) -> None:
     for a, b in zip(*results):
         assert a.participants == b.participants
         assert torch.equal(a.served.x, b.served.x) and torch.equal(a.served.y, b.served.y)
-        assert torch.equal(a.report.loss, b.report.loss)
+        assert torch.equal(a.stats.loss, b.stats.loss)
 
 
 def test_another_seed_gives_other_numbers() -> None:
@@ -48,7 +48,7 @@ def test_another_seed_gives_other_numbers() -> None:
     assert (one[0] != other[0]).any() and (one[1] != other[1]).any()
     shuffled = p._replace(source=replace(p.source, seed=1))
     a, b = (run(HomLoRA(q.layout), q, Schedule(rounds=1, steps=2))[0] for q in (p, shuffled))
-    assert (a.report.loss != b.report.loss).any()
+    assert (a.stats.loss != b.stats.loss).any()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -71,8 +71,8 @@ def test_a_client_alone_does_not_notice_who_else_is_there(dropout: float) -> Non
 def test_clients_of_any_size_train() -> None:
     p = tiny_problem("roberta", sizes=(1, 2, 30), batch=4)
     result = run(PF2LoRA(p.layout), p, Schedule(rounds=2, steps=2))[-1]
-    assert result.report.loss.shape == (2, 3) and torch.isfinite(result.report.loss).all()
-    assert result.report.second_order is not None and result.report.second_order.shape == (2, 3)
+    assert result.stats.loss.shape == (2, 3) and torch.isfinite(result.stats.loss).all()
+    assert result.stats.second_order is not None and result.stats.second_order.shape == (2, 3)
     assert (result.before.x != p.x).any(1).all()
 
 
@@ -86,11 +86,11 @@ def test_a_round_reports_what_it_did() -> None:
         for done in train(method, p.F, method.init(p.x, p.y), p.source, schedule, on_step=ticks.append)
     ]
     assert [r.number for r in rounds] == [1, 2, 3]
-    assert all(r.report.loss.shape == (2, 2) and r.seconds > 0 for r in rounds)
+    assert all(r.stats.loss.shape == (2, 2) and r.seconds > 0 for r in rounds)
     assert sum(step.clients for step in ticks) == 3 * 2 * 2  # rounds, steps, clients
     assert all(step.method == method and step.lengths == (1,) for step in ticks)
     first = rounds[0]
-    for k, column in zip(first.participants, first.report.loss.T):
+    for k, column in zip(first.participants, first.stats.loss.T):
         expected = p.F(p.x[k : k + 1], p.y[k : k + 1], p.source.draw([k], [0]))
         torch.testing.assert_close(column[0], expected[0])
 

@@ -179,10 +179,10 @@ def test_replays_begin_where_the_last_step_ended(
     for plain, *recorded in zip(*runs):
         for other in recorded:
             torch.testing.assert_close(other.served.x, plain.served.x, rtol=0, atol=1e-9)
-            torch.testing.assert_close(other.report.loss, plain.report.loss, rtol=0, atol=1e-9)
-            assert (other.report.second_order is None) is (plain.report.second_order is None)
+            torch.testing.assert_close(other.stats.loss, plain.stats.loss, rtol=0, atol=1e-9)
+            assert (other.stats.second_order is None) is (plain.stats.second_order is None)
     if options:
-        assert [r.report.second_order is None for r in runs[1]] == [False, True, True]
+        assert [r.stats.second_order is None for r in runs[1]] == [False, True, True]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")

@@ -54,7 +54,7 @@ def test_a_term_under_the_precision_is_left_out_and_measured_again(
     monkeypatch.setitem(ROUNDOFF, "bfloat16", 10.0)  # everything is under it
     p = regression_problem()
     rounds = run(kind(p.layout, hypergradient_mode="auto", precision="bfloat16"), p, rounds=7)
-    measured = [r.report.second_order is not None for r in rounds]
+    measured = [r.stats.second_order is not None for r in rounds]
     assert measured == [True, False, False, True, False, False, True]
     assert rounds[2].served.opt.age.flatten().tolist() == [4.0] * 3
 
@@ -67,13 +67,13 @@ def test_each_client_decides_for_itself(monkeypatch: pytest.MonkeyPatch) -> None
     shares = run(method, p, rounds=1)[0].served.opt.share.flatten()
     monkeypatch.setitem(ROUNDOFF, "bfloat16", float(shares.median()) * 1.0001)
     rounds = run(method, p, rounds=2)
-    found = rounds[1].report.second_order
+    found = rounds[1].stats.second_order
     assert found is not None and sorted(torch.isnan(found).all(0).tolist()) == [False, True, True]
     whole = rounds[1].before
     for per_pass in (1, 2):
         parts = run(method, p, rounds=2, clients_per_pass=per_pass)[1]
         torch.testing.assert_close(parts.before.x, whole.x, rtol=0, atol=1e-12)
-        torch.testing.assert_close(parts.report.loss, rounds[1].report.loss, rtol=0, atol=1e-12)
+        torch.testing.assert_close(parts.stats.loss, rounds[1].stats.loss, rtol=0, atol=1e-12)
 
 
 def test_in_16_bits_the_difference_measures_the_term_and_not_rounding() -> None:
@@ -104,7 +104,7 @@ def test_leaving_it_out_stays_within_rounding() -> None:
         )
         ends[way] = rounds[-1].served
         if way == "auto":
-            assert [r.report.second_order is not None for r in rounds] == [True] + [False] * 4
+            assert [r.stats.second_order is not None for r in rounds] == [True] + [False] * 4
     moved = (ends["exact"].x - p.x).norm()
     apart = {way: float((ends[way].x - ends["exact"].x).norm() / moved) for way in ("difference", "auto")}
     assert apart["auto"] < 2 * apart["difference"] + 1e-4 and apart["auto"] < 0.05

@@ -74,7 +74,7 @@ class Round(NamedTuple):
 
     number: int  # from 1
     participants: list[int]
-    report: StepStats  # (steps, K) for the K clients that took part
+    stats: StepStats  # (steps, K) for the K clients that took part
     before: State
     served: State
     common: Tensor  # (shared,) the server's answer
@@ -108,20 +108,20 @@ def local_steps(
     A site of a federation calls this with one client, the local engine with as many as it trains at once.
     """
     step = stepper or PlainStepper(F)
-    reports = []
+    collected = []
     for i in range(steps):
         batches = [
             source.draw(clients, [(done + i) * method.draws + d for done in first_step])
             for d in range(method.draws)
         ]
-        state, report = step(method, state, batches)
-        reports.append(report)
+        state, stats = step(method, state, batches)
+        collected.append(stats)
         on_step(Step(method, len(clients), tuple(batch.length for batch in batches)))
-    losses = torch.stack([r.loss for r in reports])
+    losses = torch.stack([r.loss for r in collected])
     # A step's loss is taken before it moves: a last step to where no numbers are shows in the state alone.
     lost = ~(torch.isfinite(state.x).all(1) & torch.isfinite(state.y).all(1))
     losses[-1] = losses[-1].masked_fill(lost, torch.nan)
-    shares = [r.second_order for r in reports if r.second_order is not None]
+    shares = [r.second_order for r in collected if r.second_order is not None]
     return step.keep(state), StepStats(losses, torch.stack(shares) if shares else None)
 
 
@@ -136,13 +136,13 @@ def passes(
             yield kind, alike[i : i + per_pass]
 
 
-def joined(reports: Sequence[StepStats], order: Sequence[int]) -> StepStats:
-    """The reports of several passes as one on the host, clients in `order`; a share that was not computed is nan."""
-    losses = torch.cat([r.loss for r in reports], dim=1)[:, list(order)].cpu()
-    if all(r.second_order is None for r in reports):
+def joined(collected: Sequence[StepStats], order: Sequence[int]) -> StepStats:
+    """The stats of several passes as one on the host, clients in `order`; a share that was not computed is nan."""
+    losses = torch.cat([r.loss for r in collected], dim=1)[:, list(order)].cpu()
+    if all(r.second_order is None for r in collected):
         return StepStats(losses)
     shares = [
-        torch.full_like(r.loss, torch.nan) if r.second_order is None else r.second_order for r in reports
+        torch.full_like(r.loss, torch.nan) if r.second_order is None else r.second_order for r in collected
     ]
     return StepStats(losses, torch.cat(shares, dim=1)[:, list(order)].cpu())
 
@@ -186,9 +186,9 @@ def train(
         started = time.perf_counter()
         over_tensors(lambda own, new: own if own is new else own.copy_(new), state, served)
         chosen = participants(schedule.seed, number, clients, schedule.participation)
-        reports, order = [], list[int]()
+        collected, order = [], list[int]()
         for variants_for_round, together in passes(method, state, chosen, per_pass):
-            part, report = local_steps(
+            part, stats = local_steps(
                 variants_for_round,
                 F,
                 moved(take(state, together), device),
@@ -200,11 +200,11 @@ def train(
                 stepper,
             )
             put(state, together, part)
-            reports.append(report)
+            collected.append(stats)
             order += together
         columns = {k: i for i, k in enumerate(order)}
-        report = joined(reports, [columns[k] for k in chosen])
-        check_finite(report.loss, [source.names[k] for k in chosen], number)
+        stats = joined(collected, [columns[k] for k in chosen])
+        check_finite(stats.loss, [source.names[k] for k in chosen], number)
         leaving = take(state, chosen)
         stays, sent = method.send(leaving)
         weights = merge_weights([source.sizes[k] for k in chosen], schedule.weighting)
@@ -216,4 +216,4 @@ def train(
         served = method.receive(served, common)
         for k in chosen:
             steps_done[k] += schedule.steps
-        yield Round(number, chosen, report, state, served, common, time.perf_counter() - started)
+        yield Round(number, chosen, stats, state, served, common, time.perf_counter() - started)

@@ -54,7 +54,7 @@ class Recording:
     graph: torch.cuda.CUDAGraph
     batches: list[Batch]
     state: State
-    report: StepStats
+    stats: StepStats
 
     def play(self, state: State, batches: Sequence[Batch]) -> tuple[State, StepStats]:
         if state is not self.state:
@@ -62,7 +62,7 @@ class Recording:
         for place, new in zip(self.batches, batches):
             copy_batch(place, new)
         self.graph.replay()
-        return self.state, over_report(self.report)
+        return self.state, own_stats(self.stats)
 
 
 @dataclass
@@ -104,9 +104,9 @@ class GraphStepper:
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with no_mask_while_recording(), torch.cuda.graph(graph, pool=self.pool()):
-            after, report = method.step(self.F, place, *held)
+            after, stats = method.step(self.F, place, *held)
             over_tensors(lambda old, new: old.copy_(new), place, after)
-        return Recording(graph, held, place, report)
+        return Recording(graph, held, place, stats)
 
     def pool(self) -> Any:
         """All recordings share one pool of memory: only one plays at a time."""
@@ -141,10 +141,10 @@ def no_mask_while_recording() -> Iterator[None]:
         yield
 
 
-def over_report(report: StepStats) -> StepStats:
+def own_stats(stats: StepStats) -> StepStats:
     """A copy that the next replay does not write over."""
-    share = report.second_order
-    return StepStats(report.loss.clone(), None if share is None else share.clone())
+    share = stats.second_order
+    return StepStats(stats.loss.clone(), None if share is None else share.clone())
 
 
 def own_copy(batch: Batch) -> Batch:

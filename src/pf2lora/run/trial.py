@@ -143,11 +143,11 @@ def seed_run(trial: Trial, watched: Watched, still: Sequence[bool], memory: int 
 
 def round_record(trial: Trial, done: Round, measured_rounds: set[int], watched: Watched) -> RoundRecord:
     """A round as result.json and metrics.jsonl hold it."""
-    share = done.report.second_order
+    share = done.stats.second_order
     record = RoundRecord(
         round=done.number,
         seconds=done.seconds,
-        train_loss=per_client(trial, done, done.report.loss),
+        train_loss=per_client(trial, done, done.stats.loss),
         second_order_share=None if share is None else per_client(trial, done, share),
     )
     if done.number not in measured_rounds:

@@ -59,13 +59,13 @@ class SiteSession:
         if fields.get("measure_served"):
             answer["served"] = self.measured(state, number - 1)
         (variant,) = setup.method.variants_for_round(state)
-        state, report = local_steps(
+        state, stats = local_steps(
             variant, setup.F, state, setup.source, [0], [done], self.steps, stepper=self.stepper
         )
-        check_finite(report.loss.cpu(), [setup.client], number)
-        answer |= {"steps": self.steps, "loss": float(report.loss.sum())}
-        if report.second_order is not None:
-            share = float(report.second_order.sum())
+        check_finite(stats.loss.cpu(), [setup.client], number)
+        answer |= {"steps": self.steps, "loss": float(stats.loss.sum())}
+        if stats.second_order is not None:
+            share = float(stats.second_order.sum())
             answer |= {"second_order": share} if math.isfinite(share) else {}
         if fields.get("measure_before"):
             answer["before"] = self.measured(state, number)
