@@ -64,8 +64,14 @@ def test_a_state_moves_to_a_device_as_a_whole() -> None:
     rows = rows_of([2, 0], torch.device("meta"))
     assert isinstance(rows, Tensor) and rows.device.type == "meta"
     assert {t.device.type for t in leaves(take(there, [2, 0]))} == {"meta"}
-    put(there, [2, 0], state_of(2))  # from another device, to clients that are no neighbours
-    put(there, [1, 2], state_of(2))
+
+
+@pytest.mark.parametrize("clients", [[2, 0], [1, 2]])
+def test_states_are_put_back_from_another_device(clients: list[int]) -> None:
+    """Rows, index and new numbers meet on the device of the whole; meta refuses any that do not."""
+    there = moved(state_of(3), "meta")
+    put(there, clients, state_of(2))
+    assert {t.device.type for t in leaves(there)} == {"meta"}
 
 
 def test_a_function_of_several_states_meets_the_same_place_of_each() -> None:
