@@ -294,3 +294,21 @@ def test_bad_clients(tmp_path: Path) -> None:
         load_clients([a], test_ratio=1.5)
     with pytest.raises(UserError, match="seed is -1"):
         load_clients([a], seed=-1)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_files_as_pandas_writes_them(tmp_path: Path, suffix: str) -> None:
+    """With an index column, quotes, line breaks inside texts, and labels that pandas made fractions of."""
+    import pandas
+
+    texts = ['she said "no"', "two\nlines", "tab\there, and a comma"]
+    frame = pandas.DataFrame({"text": texts * 3, "label": [0.0, 1.0, 1.0] * 3})
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".csv":
+        frame.to_csv(path)
+    elif suffix == ".jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        frame.to_parquet(path)
+    rows = read_rows(path)
+    assert [(row.text, row.label) for row in rows] == list(zip(texts * 3, ["0", "1", "1"] * 3))

@@ -203,9 +203,14 @@ def test_a_result_is_read_by_name(world: World, tmp_path: Path) -> None:
     assert result.client("north")["loss"] == result.served("loss")["north"]
     assert result.before_averaging(method="local").mean is None
     table = result.table()
-    rows = table.reset_index().to_dict("records") if hasattr(table, "reset_index") else table
-    assert [row["method"] for row in rows] == ["pf2lora", "local"]
-    assert rows[1]["served"] == pytest.approx(result.served("accuracy", "local").mean)
+    assert list(table.index) == ["pf2lora", "local"]
+    assert table.loc["local", "served"] == pytest.approx(result.served("accuracy", "local").mean)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "pandas", None)  # without pandas, the same as a list
+        rows = result.table()
+        assert [row["method"] for row in rows] == ["pf2lora", "local"]
+        assert rows[1]["served"] == pytest.approx(table.loc["local", "served"])
+        assert "pf2lora" in result._repr_html_()
     assert "pf2lora" in result._repr_html_()
     assert pf2lora.load_result(tmp_path / "run") == result
     for wrong in (
