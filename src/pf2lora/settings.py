@@ -54,11 +54,17 @@ def checked(known: Mapping[str, Any], values: Mapping[str, Any], where: str) -> 
 
 
 def convert(value: Any, kind: Any, where: str) -> Any:
-    """`value` as `kind` (str, int, float, bool, tuple[str, ...], or one of them or None)."""
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if value is None and type(None) in options:
-        return None
-    wanted = next(option for option in options if option is not type(None))
+    """`value` as `kind` (str, int, float, bool, tuple[str, ...], or one of them or None or a word)."""
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) or is_union(kind) else (kind,)
+    words = [word for option in options if is_word(option) for word in typing.get_args(option)]
+    if (value is None and type(None) in options) or (isinstance(value, str) and value in words):
+        return value
+    wanted = next(option for option in options if option is not type(None) and not is_word(option))
+    if words and isinstance(value, str):  # as a flag gives it
+        try:
+            value = wanted(value)
+        except ValueError:
+            raise UserError(f"{where} must be a number or {' or '.join(words)}, not {value!r}") from None
     if typing.get_origin(wanted) is tuple:
         items = [value] if isinstance(value, str) else value
         if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
@@ -71,6 +77,14 @@ def convert(value: Any, kind: Any, where: str) -> Any:
     if isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):
         return value
     raise UserError(f"{where} must be of type {wanted.__name__}, not {value!r}")
+
+
+def is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) is typing.Union
+
+
+def is_word(kind: Any) -> bool:
+    return typing.get_origin(kind) is typing.Literal
 
 
 def to_table(values: Any) -> dict[str, Any]:

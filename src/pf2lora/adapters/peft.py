@@ -48,7 +48,8 @@ def one_client(
         return {name: t[0] for name, t in layout.unpack(flat.detach().float().cpu()[None]).items()}
 
     own = named(model.personal_layout, personal) if personal.any() else {}
-    return named(model.common_layout, common), own
+    whole = named(model.common_layout, common)
+    return {name: t + own[name] if name in own else t for name, t in whole.items()}, own
 
 
 def kept_whole(model: TwoLevelModel) -> list[str]:

@@ -15,7 +15,8 @@ class AdapterSpec:
     """`client_rank` 0 leaves out D_kC_k. `scaling` and `client_scaling` are s and s̃ (lora_alpha / r).
 
     `targets` are module names, name endings or patterns (`*.3.*.query`); empty takes the architecture's query
-    and value. `head` is trained with x and averaged ("shared"), trained and never sent ("personal"), or "frozen".
+    and value. `client_bias` adds, to the client's own adapter, a bias for each output of the head's last layer, where
+    that has a bias at all. `head` is trained with x and averaged ("shared"), trained and never sent ("personal"), or "frozen".
     """
 
     rank: int = setting(8, "rank r of the common adapter", everyday=True)
@@ -27,6 +28,7 @@ class AdapterSpec:
         (), "layers to adapt: names, endings or patterns (default: query and value)"
     )
     head: str = setting("shared", "the task's head: shared, personal or frozen")
+    client_bias: bool = setting(False, "the client's own adapter has a bias for each of the head's outputs")
 
     def __post_init__(self) -> None:
         if self.rank < 1:

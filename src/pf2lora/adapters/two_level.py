@@ -108,6 +108,9 @@ class TwoLevelModel:
             common += [
                 Entry(name, "head", tuple(p.shape), which) for which, p in head.base.named_parameters()
             ]
+        last = next((e for e in reversed(common) if e.kind == "head" and e.parameter == "bias"), None)
+        if self.spec.client_bias and last is not None:
+            own.append(last)
         shared = sum(e.size for e in common) if self.spec.head == "shared" else adapter
         return Layout(tuple(common), shared), Layout(tuple(own), 0)
 
@@ -200,6 +203,9 @@ class TwoLevelModel:
             else:
                 both = up(block, of_client, self.spec.scaling, self.spec.client_scaling)
                 ups.extend(aligned(both.to(self.dtype), -1).unbind(1))
+        for block in own:  # the client's bias
+            name = self.personal_layout.entries[-1].name
+            heads[name] = heads[name] + block[:, 0].to(heads[name])
         return dict(zip(self.layer_names, zip(downs, ups))), heads
 
     def unbind(self) -> None:

@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from pf2lora.data.settings import PANELS as DATA_PANELS
 from pf2lora.run import config as configs
 from pf2lora.run.config import Config
-from pf2lora.settings import settings_of, types_of
+from pf2lora.settings import is_word, settings_of, types_of
 from pf2lora.tasks import TASKS
 
 EVERYDAY, TRAINING, TASK = "Everyday", "Method and training", "Task"
@@ -47,6 +47,8 @@ class Choice:
         """None means "not given", so that a TOML file's value stands."""
         option = typer.Option(*self.flags, help=self.help, rich_help_panel=self.panel, show_default=False)
         kind = list[str] | None if self.is_list else self.kind | None
+        if any(is_word(option) for option in typing.get_args(self.kind)):
+            kind = str | None  # a number or a word: `settings.convert` tells them apart
         return parameter(self.name, Annotated[kind, option])
 
 

@@ -118,6 +118,11 @@ def lower_level(mode: str) -> Callable[..., Lower]:
     return HYPERGRADIENTS[mode]
 
 
+def shortened(step: Tensor, longest: Tensor) -> Tensor:
+    """(M, 1) what a step is multiplied by to be no longer than `longest`."""
+    return (longest / step.norm(dim=1, keepdim=True).clamp_min(1e-30)).clamp_max(1.0)
+
+
 class Hyper(NamedTuple):
     """One bilevel step's outcome: the moved y, the hypergradient, and what is reported."""
 
@@ -138,10 +143,16 @@ def bilevel(
     xi_tilde: Any,
     zeta: Any,
     shift: Shift | None = None,
+    longest: Tensor | None = None,
 ) -> Hyper:
-    """Lines 5 and 6 of Algorithm 1, up to the optimizer of x. Only `difference` asks for the `shift`."""
+    """Lines 5 and 6 of Algorithm 1, up to the optimizer of x. Only `difference` asks for the `shift`.
+
+    Where `longest (M, 1)` is given, α is so much smaller for a client whose y would move by more.
+    """
     lower = lower_level(mode)(F, x, y, alpha, pi, zeta, shift)
-    y_next = y - alpha * lower.gradient  # line 5
+    step = alpha * lower.gradient
+    shorter = None if longest is None else shortened(step, longest)
+    y_next = y - (step if shorter is None else shorter * step)  # line 5
     x_, y_ = variable(x), variable(y_next)
     if xi_tilde is xi:
         gx, v = gradients(F(x_, y_, xi), x_, y_)
@@ -150,5 +161,7 @@ def bilevel(
     if lower.second_order is None:
         return Hyper(y_next, gx, lower.loss, None)
     second = lower.second_order(v)
+    if shorter is not None:
+        second = shorter * second  # linear in α
     hyper = gx - second  # the hypergradient; the sign is Algorithm 1's
     return Hyper(y_next, hyper, lower.loss, second.norm(dim=1) / hyper.norm(dim=1).clamp_min(1e-30))

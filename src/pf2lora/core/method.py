@@ -21,6 +21,9 @@ from pf2lora.errors import unknown
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
 """`F(x, y, batch)`: each client's mean loss on its part of the batch, shape (M,)."""
 
+Judge = Callable[[Tensor, Tensor], Tensor]
+"""`(x, y) ↦` each client's loss `(M,)` on its validation rows: nan where it has none."""
+
 Tree = TypeVar("Tree")
 
 
@@ -67,15 +70,17 @@ def variable(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a run tells a method that is set up: the adapter's `layout`, the run's rank r, how many `clients` there are
-    in all and at which `positions` among them are those at hand (a site of a federation has one), and the base model's
-    `precision`."""
+    """What a run tells a method that is set up: the common adapter's `layout` and the client's own, the run's rank r,
+    how many `clients` there are in all and at which `positions` among them are those at hand (a site of a federation
+    has one), the base model's `precision`, and whether clients have validation rows to choose by."""
 
     layout: Layout
     rank: int
     clients: int
     positions: tuple[int, ...]
     precision: str = "float32"
+    personal_layout: Layout = Layout((), 0)
+    validated: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,11 @@ class Method(ABC):
         if self.optimizer not in OPTIMIZERS:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
 
+    @property
+    def resizes(self) -> bool:
+        """Whether `resize` does something: the client asks its validation rows."""
+        return False
+
     # --- set-up ---------------------------------------------------------------------------------------------
 
     @classmethod
@@ -127,7 +137,8 @@ class Method(ABC):
     @classmethod
     def set_up(cls, run: Surroundings, settings: Mapping[str, Any]) -> Self:
         """The method in its run; `settings` are values for its own fields."""
-        return cls(run.layout, **settings)
+        follows = {name: getattr(run, name) for name in cls.derived if hasattr(run, name)}
+        return cls(**follows, **settings)
 
     def batch_size(self, size: int, learners: int) -> int:
         """Examples in a batch where the run gives each of `learners` clients `size`."""
@@ -171,9 +182,14 @@ class Method(ABC):
         return weights.to(sent) @ sent
 
     def receive(self, s: State, common: Tensor) -> State:
-        """What a client does with the server's answer."""
+        """What a client does with the server's answer: `(shared,)`, or one for each client `(M, shared)`."""
         x = torch.cat([common.expand(s.x.shape[0], -1), s.x[:, self.layout.shared :]], dim=1)
         return s._replace(x=x)
+
+    def resize(self, s: State, judge: Judge) -> State:
+        """What a client makes of its own state once the answer is in it, by its validation rows: before it trains on,
+        and before it is measured."""
+        return s
 
     def personal(self, F: Loss, s: State, batch: Any) -> tuple[Tensor, Tensor]:
         """The (x, y) a client is measured with; `batch` is from its training data."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -15,11 +15,13 @@ Row = TypeVar("Row", covariant=True)
 
 @dataclass(frozen=True)
 class Client(Generic[Row]):
-    """One client's data. `train` is what it learns from, `test` what it is measured on."""
+    """One client's data. `train` is what it learns from, `test` what it is measured on, and `validation` what it
+    chooses by: it is neither learned from nor counted in a score."""
 
     name: str
     train: list[Row]
     test: list[Row]
+    validation: list[Row] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,14 @@ def _by_column(
     return {name: clients[name] for name in natural_order(clients)}
 
 
-def check_same_clients(train: Iterable[str], test: Iterable[str]) -> None:
-    """Separate test data must be there for every client, and for no one else."""
-    trained, tested = set(train), set(test)
-    for name in natural_order(trained - tested):
-        raise UserError(f"client {name!r} has no test data (there is some for: {_listed(tested)})")
-    for name in natural_order(tested - trained):
+def check_same_clients(train: Iterable[str], held_out: Iterable[str], part: str = "test") -> None:
+    """Separate test or validation data must be there for every client, and for no one else."""
+    trained, held = set(train), set(held_out)
+    for name in natural_order(trained - held):
+        raise UserError(f"client {name!r} has no {part} data (there is some for: {_listed(held)})")
+    for name in natural_order(held - trained):
         raise UserError(
-            f"client {name!r} has test data but nothing to train on (clients: {_listed(trained)})"
+            f"client {name!r} has {part} data but nothing to train on (clients: {_listed(trained)})"
         )
 
 

@@ -12,7 +12,13 @@ from pf2lora.data.client import Client, Pool, check_same_clients, records_per_cl
 from pf2lora.data.files import Record, expand_paths, natural_order
 from pf2lora.data.settings import DataSettings
 from pf2lora.data.sharing import PARTITIONS, share_out
-from pf2lora.data.split import MINIMUM_ROWS, split_rows, subsample
+from pf2lora.data.split import (
+    MINIMUM_ROWS,
+    MOST_VALIDATION_ROWS,
+    split_rows,
+    split_validation,
+    subsample,
+)
 from pf2lora.errors import UserError, unknown
 from pf2lora.settings import column_settings
 
@@ -49,7 +55,9 @@ def load_clients(
     if data.limit is not None:
         clients = [limited(task, client, data.limit, seed) for client in clients]
     task.check(clients, task.labels(clients) if labels is None else labels, test_records)
-    return clients
+    if data.validation:
+        return with_validation_files(task, clients, data, labels, notes)
+    return [with_validation(task, client, data.validation_ratio, seed) for client in clients]
 
 
 def filled_in(task: TaskSettings[Any], data: DataSettings) -> DataSettings:
@@ -83,11 +91,19 @@ def check(task: TaskSettings[Any], data: DataSettings) -> None:
         raise unknown(f"data set for {task.name}", data.dataset, task.datasets)
     if data.partition is not None and data.partition not in PARTITIONS:
         raise unknown("partition", data.partition, PARTITIONS)
-    own_files: dict[str, Any] = {"--test": data.test, "--client-column": data.client_column}
+    own_files: dict[str, Any] = {
+        "--test": data.test,
+        "--validation": data.validation,
+        "--client-column": data.client_column,
+    }
     own_files |= {f"--{name.replace('_', '-')}": getattr(task, name) for name in column_settings(type(task))}
     for flag, value in own_files.items():
         if value and data.dataset is not None:
             raise UserError(f"{flag} is for your own files, not for --dataset {data.dataset}")
+    if data.validation and data.partition is not None:
+        raise UserError(
+            "--validation files are named like the clients' files, and --partition pools those: give one"
+        )
     if data.data_dir is not None and data.dataset is None:
         raise UserError("--data-dir is the folder of a data set: name the set with --dataset")
     if data.client_column is not None and data.partition is not None:
@@ -158,6 +174,34 @@ def limited(task: TaskSettings[Row], client: Client[Row], limit: int, seed: int)
     return replace(
         client, train=subsample(client.train, keys, limit, numpy_generator(seed, "limit", client.name))
     )
+
+
+def with_validation(task: TaskSettings[Row], client: Client[Row], ratio: float, seed: int) -> Client[Row]:
+    """The client with a part of its training rows set aside to choose by, drawn by its name."""
+    keys = [task.split_key(row) for row in client.train]
+    train, validation = split_validation(
+        client.train, keys, ratio, numpy_generator(seed, "validation", client.name)
+    )
+    return replace(client, train=train, validation=validation)
+
+
+def with_validation_files(
+    task: TaskSettings[Row],
+    clients: list[Client[Row]],
+    data: DataSettings,
+    labels: Sequence[str] | None,
+    notes: list[str],
+) -> list[Client[Row]]:
+    """The clients with the validation rows that have files of their own; a large file gives its first rows."""
+    records = records_per_client(expand_paths(data.validation), data.client_column, task.read_records)
+    check_same_clients([client.name for client in clients], records, "validation")
+    like = records_per_client(expand_paths(data.clients), data.client_column, task.read_records)
+    first = next(iter(like.values()))
+    held_out = {name: own[:MOST_VALIDATION_ROWS] for name, own in records.items()}
+    rows = {name: task.rows(own, first, notes) for name, own in held_out.items()}
+    known = task.labels(clients) if labels is None else labels
+    task.check([Client(c.name, c.train, rows[c.name]) for c in clients], known, held_out)
+    return [replace(client, validation=rows[client.name]) for client in clients]
 
 
 def read_rows(task: TaskSettings[Row], file: Path, labels: Sequence[str]) -> list[Row]:

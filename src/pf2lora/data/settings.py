@@ -17,6 +17,10 @@ class DataSettings:
     test: tuple[str, ...] = setting((), "test files, named like the clients' files")
     client_column: str | None = setting(None, "column that names each row's client")
     test_ratio: float = setting(0.2, "share of each client's rows to test on")
+    validation: tuple[str, ...] = setting((), "validation files, named like the clients' files")
+    validation_ratio: float = setting(
+        0.1, "share of each client's training rows to choose by, at most 500 rows; 0: none"
+    )
     dataset: str | None = setting(None, "a data set that the task knows by name")
     data_dir: str | None = setting(
         None, "folder of the data set's official files; GLUE and SQuAD come from the hub without it"
@@ -38,7 +42,7 @@ class DataSettings:
 
 
 PANELS = (
-    dict.fromkeys(("clients", "test", "client_column", "test_ratio"), FILES)
+    dict.fromkeys(("clients", "test", "client_column", "test_ratio", "validation", "validation_ratio"), FILES)
     | dict.fromkeys(("dataset", "data_dir"), NAMED_SET)
     | dict.fromkeys(
         ("partition", "num_clients", "heterogeneity", "size_ratio", "dirichlet_alpha", "partition_column"),

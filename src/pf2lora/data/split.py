@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pf2lora.errors import UserError
 
 MINIMUM_ROWS = 4  # fewer cannot be split into something to learn from and something to be measured on
+MOST_VALIDATION_ROWS = 500  # more would tell a better choice hardly any better, and cost more to look at
 
 T = TypeVar("T")
 Mask = NDArray[np.bool_]
@@ -54,6 +55,18 @@ def split_rows(
     if not 0 < test_ratio < 1:
         raise UserError(f"the test ratio is {test_ratio:g}; it must lie between 0 and 1, like 0.2")
     size = min(max(round(len(rows) * test_ratio), 1), len(rows) - 1)
+    return _separate(rows, draw_stratified(keys, size, rng))
+
+
+def split_validation(
+    rows: Sequence[T], keys: Sequence[Hashable], ratio: float, rng: np.random.Generator
+) -> tuple[list[T], list[T]]:
+    """(train, validation), both in the order of `rows`: at least one row in each, unless there is but one."""
+    if not 0 <= ratio < 1:
+        raise UserError(f"the validation ratio is {ratio:g}; it must be 0 (none) or below 1, like 0.1")
+    if ratio == 0 or len(rows) < 2:
+        return list(rows), []
+    size = min(max(round(len(rows) * ratio), 1), len(rows) - 1, MOST_VALIDATION_ROWS)
     return _separate(rows, draw_stratified(keys, size, rng))
 
 

@@ -88,9 +88,9 @@ def batch_rows(seed: int, name: str, rows: int, number: int, size: int) -> np.nd
 
 
 @lru_cache(maxsize=4096)
-def window_order(seed: int, window: int, batches: int) -> np.ndarray:
-    """In which order a window's batches come, by length; the same for all clients, so that long meets long."""
-    return numpy_generator(seed, "window", window).permutation(batches)
+def window_order(window: int, batches: int) -> np.ndarray:
+    """In which order a window's batches come, by length; the same for all clients and seeds: long meets long."""
+    return numpy_generator(0, "window", window).permutation(batches)
 
 
 def batch_rows_by_length(
@@ -104,7 +104,7 @@ def batch_rows_by_length(
     which, within = divmod(number, window)
     rows = stream_rows(seed, name, len(lengths), which * window * size, (which + 1) * window * size)
     by_length = rows[np.argsort(lengths[rows], kind="stable")].reshape(window, size)
-    return by_length[window_order(seed, which, window)[within]]
+    return by_length[window_order(which, window)[within]]
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,24 @@ class Encoded:
     lengths: np.ndarray
     starts: tuple[int, ...]
     pad_to_multiple_of: int = 1  # a batch's length is rounded up to this
+    chosen: tuple[int, ...] | None = None  # the clients that are looked at, in this order; None: each once
+
+    @property
+    def clients(self) -> tuple[int, ...]:
+        """Whose rows are looked at: a client may come more than once, as several learners on the same rows."""
+        return tuple(range(len(self.starts) - 1)) if self.chosen is None else self.chosen
+
+    def of(self, clients: Sequence[int]) -> Self:
+        """The same rows, seen by these clients."""
+        return replace(self, chosen=tuple(clients))
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where the rows of each client that is looked at begin and end."""
+        return [(self.starts[k], self.starts[k + 1]) for k in self.clients]
 
     def sizes(self) -> list[int]:
-        return [stop - start for start, stop in zip(self.starts, self.starts[1:])]
+        return [stop - start for start, stop in self.spans]
 
     def length(self, index: np.ndarray) -> int:
         """How long the rows at `index` are when they are padded to the longest of them."""
@@ -166,21 +181,33 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """Training batches of `size` rows from encoded clients. With `keyed`, batches carry dropout keys; with a
-    `window` above 1, rows of like length share a batch; `alike` batches in a row (those of one step) have one length,
-    so that a step that is recorded needs one recording for each length and not for each pair."""
+    """Training batches of `size` rows from encoded clients, who are there once for each seed: learner `s · M + k` is
+    client k with seed s, and its batches do not depend on the other seeds.
+
+    With `keyed`, batches carry dropout keys; with a `window` above 1, rows of like length share a batch; `alike`
+    batches in a row (those of one step) have one length, so that a step that is recorded needs one recording for each
+    length and not for each pair."""
 
     data: Encoded
-    names: list[str]
+    clients: list[str]
     size: int
-    seed: int
+    seeds: tuple[int, ...]
     keyed: bool = False
     window: int = 1
     alike: int = 1
 
     @property
+    def names(self) -> list[str]:
+        return self.clients * len(self.seeds)
+
+    @property
     def sizes(self) -> list[int]:
-        return self.data.sizes()
+        return self.data.sizes() * len(self.seeds)
+
+    def learner(self, i: int) -> tuple[int, int]:
+        """The seed and the client of learner i."""
+        s, k = divmod(i, len(self.clients))
+        return self.seeds[s], k
 
     def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
         index = self.rows(clients, numbers)
@@ -192,19 +219,25 @@ class EncodedSource:
         tensors = self.data.rows(index, length)
         key = None
         if self.keyed:
-            seeds = [stream_seed(self.seed, "dropout", self.names[k], n) for k, n in zip(clients, numbers)]
-            key = torch.tensor(seeds, device=tensors["attention_mask"].device)
+            keys = [self.dropout_key(i, n) for i, n in zip(clients, numbers)]
+            key = torch.tensor(keys, device=tensors["attention_mask"].device)
         full = bool((self.data.lengths[index] == tensors["input_ids"].shape[1]).all())
         return Batch(len(clients), tensors, key, full)
 
     def rows(self, clients: Sequence[int], numbers: Sequence[int]) -> np.ndarray:
         """Where the rows of these batches lie."""
-        return np.concatenate([self.client_rows(k, number) for k, number in zip(clients, numbers)])
+        return np.concatenate([self.learner_rows(i, number) for i, number in zip(clients, numbers)])
 
-    def client_rows(self, k: int, number: int) -> np.ndarray:
-        """Where the rows of client k's batch `number` lie."""
+    def learner_rows(self, i: int, number: int) -> np.ndarray:
+        """Where the rows of learner i's batch `number` lie."""
+        seed, k = self.learner(i)
         start, stop = self.data.starts[k : k + 2]
         if self.window == 1:
-            return start + batch_rows(self.seed, self.names[k], stop - start, number, self.size)
+            return start + batch_rows(seed, self.clients[k], stop - start, number, self.size)
         lengths = self.data.lengths[start:stop]
-        return start + batch_rows_by_length(self.seed, self.names[k], lengths, number, self.size, self.window)
+        return start + batch_rows_by_length(seed, self.clients[k], lengths, number, self.size, self.window)
+
+    def dropout_key(self, i: int, number: int) -> int:
+        """Where the dropout masks of learner i's batch `number` come from."""
+        seed, k = self.learner(i)
+        return stream_seed(seed, "dropout", self.clients[k], number)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pf2lora.core.method import Loss, Method, State, StepStats, moved, over_tensors, put, take
+from pf2lora.core.method import Judge, Loss, Method, State, StepStats, moved, over_tensors, put, take
 from pf2lora.core.randomness import participants
 from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.stepper import PlainStepper, Stepper, make_stepper
@@ -26,7 +26,8 @@ class Schedule:
     """`rounds` rounds of `steps` local steps (T = rounds · steps), then one average of x.
 
     `participation` is the seeded fraction of clients per round, `weighting` averages "uniform" or by "size" of the
-    training data, `clients_per_pass` bounds memory and changes no number.
+    training data, `clients_per_pass` bounds memory and changes no number. A run with several `seeds` is as many
+    federations of the same clients side by side, which share passes and nothing else.
     """
 
     rounds: int
@@ -34,7 +35,7 @@ class Schedule:
     participation: float = 1.0
     weighting: str = "uniform"
     clients_per_pass: int | None = None
-    seed: int = 0
+    seeds: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps"):
@@ -66,7 +67,8 @@ def ignore(step: Step) -> None:
 
 
 class Round(NamedTuple):
-    """What a round did. `before` has x and y after the local steps, `served` the state after the average came back.
+    """What a round did, for all learners (the clients of every seed, seed by seed). `before` has x and y after the
+    local steps, `served` the state after the average came back.
 
     Both are the engine's own, which the next round writes over (a thousand clients' states are not copied for
     nothing); who needs them longer asks for `kept()`.
@@ -74,10 +76,10 @@ class Round(NamedTuple):
 
     number: int  # from 1
     participants: list[int]
-    stats: StepStats  # (steps, K) for the K clients that took part
+    stats: StepStats  # (steps, K) for the K learners that took part
     before: State
     served: State
-    common: Tensor  # (shared,) the server's answer
+    common: Tensor  # (seeds, shared) the servers' answers
     seconds: float
 
     def kept(self) -> Round:
@@ -168,33 +170,44 @@ def train(
     device: torch.device | str = "cpu",
     on_step: OnStep = ignore,
     graphs: bool = True,
+    judges: Callable[[Sequence[int]], Judge] | None = None,
 ) -> Iterator[Round]:
     """The rounds of a run, one by one. This loop exists once.
 
-    On a CUDA device the local step is recorded as a CUDA graph and replayed, unless `graphs` is off.
+    `state` and `source` are those of all learners: the clients of the first of the schedule's seeds, then of the next.
+    On a CUDA device the local step is recorded as a CUDA graph and replayed, unless `graphs` is off. `judges` gives
+    some learners' judge, where there are validation rows.
     """
-    clients = len(source.names)
-    if clients == 0 or min(source.sizes) == 0:
+    learners, seeds = len(source.names), schedule.seeds
+    if learners == 0 or min(source.sizes) == 0:
         raise UserError("a run needs at least one client, and every client at least one training row")
-    per_pass = schedule.clients_per_pass or clients
-    home = torch.device(device if per_pass >= clients else "cpu")  # waiting clients stay off the device
+    clients = learners // len(seeds)
+    per_pass = schedule.clients_per_pass or learners
+    home = torch.device(device if per_pass >= learners else "cpu")  # waiting clients stay off the device
     state = over_tensors(lambda t: t.to(home, copy=True), state)
     served = state
     stepper = make_stepper(F, device, graphs=graphs)
-    steps_done = [0] * clients
+    steps_done = [0] * learners
     for number in range(1, schedule.rounds + 1):
         started = time.perf_counter()
         over_tensors(lambda own, new: own if own is new else own.copy_(new), state, served)
-        chosen = participants(schedule.seed, number, clients, schedule.participation)
+        federations = [
+            [s * clients + k for k in participants(seed, number, clients, schedule.participation)]
+            for s, seed in enumerate(seeds)
+        ]
+        chosen = [i for federation in federations for i in federation]
         collected, order = [], list[int]()
         for variants_for_round, together in passes(method, state, chosen, per_pass):
+            part = moved(take(state, together), device)
+            if method.resizes and judges is not None and number > 1:
+                part = method.resize(part, judges(together))
             part, stats = local_steps(
                 variants_for_round,
                 F,
-                moved(take(state, together), device),
+                part,
                 source,
                 together,
-                [steps_done[k] for k in together],
+                [steps_done[i] for i in together],
                 schedule.steps,
                 on_step,
                 stepper,
@@ -202,18 +215,39 @@ def train(
             put(state, together, part)
             collected.append(stats)
             order += together
-        columns = {k: i for i, k in enumerate(order)}
-        stats = joined(collected, [columns[k] for k in chosen])
-        check_finite(stats.loss, [source.names[k] for k in chosen], number)
+        columns = {i: column for column, i in enumerate(order)}
+        stats = joined(collected, [columns[i] for i in chosen])
+        check_finite(stats.loss, [source.names[i] for i in chosen], number)
         leaving = take(state, chosen)
         stays, sent = method.send(leaving)
-        weights = merge_weights([source.sizes[k] for k in chosen], schedule.weighting)
-        common = method.merge(sent, weights.to(home))
+        common = averages(method, sent, federations, source.sizes, schedule.weighting)
         served = state
         if stays is not leaving:  # what a method prunes as it sends is not part of `before`
             served = over_tensors(torch.clone, state)
             put(served, chosen, stays)
-        served = method.receive(served, common)
-        for k in chosen:
-            steps_done[k] += schedule.steps
+        served = method.receive(served, to_learners(common, clients))
+        for i in chosen:
+            steps_done[i] += schedule.steps
         yield Round(number, chosen, stats, state, served, common, time.perf_counter() - started)
+
+
+def averages(
+    method: Method,
+    sent: Tensor,
+    federations: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    weighting: str,
+) -> Tensor:
+    """The server's answer in each federation `(seeds, shared)`; `sent` is what their learners sent, one after the
+    other."""
+    common, start = [], 0
+    for federation in federations:
+        weights = merge_weights([sizes[i] for i in federation], weighting)
+        common.append(method.merge(sent[start : start + len(federation)], weights.to(sent.device)))
+        start += len(federation)
+    return torch.stack(common)
+
+
+def to_learners(common: Tensor, clients: int) -> Tensor:
+    """Each learner's server's answer `(learners, shared)`: a view where there is one server."""
+    return common.unsqueeze(1).expand(-1, clients, -1).flatten(0, 1)

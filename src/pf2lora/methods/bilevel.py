@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pf2lora.core.hypergradient import HYPERGRADIENTS, Hyper, Shift
-from pf2lora.core.method import Method, State, Surroundings
+from pf2lora.core.method import Method, State
 from pf2lora.core.optim import Moments
 from pf2lora.errors import unknown
 
@@ -86,10 +86,6 @@ class Bilevel(Method):
         if hyper.share is None:
             return x, Watched(moments, s.opt.share, s.opt.age + 1)
         return x, Watched(moments, hyper.share.unsqueeze(1), torch.zeros_like(s.opt.age))
-
-    @classmethod
-    def set_up(cls, run: Surroundings, settings: Mapping[str, Any]) -> Self:
-        return cls(run.layout, **settings, precision=run.precision)
 
     def notes(self) -> list[str]:
         if self.hypergradient_mode != "exact":

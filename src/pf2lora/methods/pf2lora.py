@@ -9,23 +9,23 @@ from pf2lora.core.hypergradient import bilevel
 from pf2lora.core.method import Loss, State, StepStats
 from pf2lora.errors import UserError
 from pf2lora.methods.bilevel import Bilevel
+from pf2lora.methods.own_size import OwnSize
 
 
 @dataclass(frozen=True)
-class PF2LoRA(Bilevel):
+class PF2LoRA(OwnSize, Bilevel):
     """SGD below (α = `client_lr`), AdamW above (η = `lr`); α = 0 with y = 0 gives HOMLoRA.
 
     `batches` is 2 (inner π = ζ, outer ξ = ξ̃, as the paper's pseudocode draws them) or 4 (all independent, as
     Algorithm 1 is written). `zeta_size` takes only so many of ζ's examples: a cheaper second-order term.
     """
 
-    client_lr: float = 0.03
     batches: int = 2
     zeta_size: int | None = None
 
     name: ClassVar[str] = "pf2lora"
     label: ClassVar[str] = "PF2LoRA"
-    two_level: ClassVar[bool] = True
+    derived: ClassVar[frozenset[str]] = OwnSize.derived | Bilevel.derived
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,7 +36,7 @@ class PF2LoRA(Bilevel):
 
     @property
     def alpha(self) -> float:
-        return self.client_lr
+        return self.rate
 
     @property
     def draws(self) -> int:  # type: ignore[override]
@@ -49,8 +49,9 @@ class PF2LoRA(Bilevel):
             pi, xi = zeta, xi_tilde = batches
         if self.zeta_size is not None:
             zeta = zeta.spread(self.zeta_size)
+        batches, shift = (pi, xi, xi_tilde, zeta), self.shift(s.y)
         hyper = bilevel(
-            F, s.x, s.y, self.alpha, self.effective_mode, pi, xi, xi_tilde, zeta, self.shift(s.y)
+            F, s.x, s.y, self.alpha, self.effective_mode, *batches, shift, self.longest(s.y)
         )  # lines 5, 6
         x, opt = self.follow(hyper, s)  # line 6
         return State(x, hyper.y, opt), StepStats(hyper.loss, hyper.share)

@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pf2lora.core.method import Loss, Method, State, StepStats, gradients, variable
+from pf2lora.core.hypergradient import shortened
+from pf2lora.core.method import Loss, State, StepStats, gradients, variable
+from pf2lora.methods.own_size import OwnSize
 
 
 @dataclass(frozen=True)
-class PF2LoRAJoint(Method):
+class PF2LoRAJoint(OwnSize):
     """One batch; x by AdamW and y by SGD (α = `client_lr`) from the gradients at the same (x, y)."""
-
-    client_lr: float = 0.03
 
     name: ClassVar[str] = "pf2lora-joint"
     label: ClassVar[str] = "PF2LoRA without bilevel"
-    two_level: ClassVar[bool] = True
 
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         (batch,) = batches
@@ -24,4 +23,7 @@ class PF2LoRAJoint(Method):
         loss = F(x_, y_, batch)
         gx, gy = gradients(loss, x_, y_)
         x, opt = self.descend(gx, s.opt, s.x)
-        return State(x, s.y - self.client_lr * gy, opt), StepStats(loss.detach())
+        step, longest = self.rate * gy, self.longest(s.y)
+        if longest is not None:
+            step = shortened(step, longest) * step
+        return State(x, s.y - step, opt), StepStats(loss.detach())

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pf2lora.report.views import Series, same_clients
-from pf2lora.run.result import POINTS, SeedRun
+from pf2lora.run.result import POINTS, ROUND_POINTS, SeedRun
 
 RANK_ROUNDS = 40  # rank pictures kept per seed: enough for a slider, and the file stays small
 
@@ -44,7 +44,7 @@ def _run_payload(run: SeedRun, metrics: list[str]) -> dict[str, Any]:
     """One seed: its final scores per client, and its rounds."""
     with_ranks = [r.round for r in run.rounds if r.ranks is not None]
     kept = _thinned(with_ranks, RANK_ROUNDS)
-    shown = ("round", "train_loss", *POINTS, "client_share", "second_order_share")
+    shown = ("round", "train_loss", "validation_loss", *ROUND_POINTS, "client_share", "second_order_share")
     return {
         "seed": run.seed,
         "layers": run.layers,

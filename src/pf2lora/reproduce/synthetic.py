@@ -165,7 +165,7 @@ class Learner:
 
     def rounds(self, seed: int, problem: Problem, settings: Settings) -> Iterator[Round]:
         """The training, round by round; `NonFiniteLoss` where it diverges."""
-        schedule = Schedule(settings.rounds, settings.local_steps, seed=seed)
+        schedule = Schedule(settings.rounds, settings.local_steps, seeds=(seed,))
         return train(self.method, self.loss, self.start, problem, schedule)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -60,16 +60,13 @@ def compare(config: Config, watcher: Watcher | None = None, workload: Workload |
     for asked in config.training.method:
         kind = METHODS[asked]
         methods[kind.name] = MethodResult(kind.label, [])
-        for seed in range(config.training.seed, config.training.seed + config.training.seeds):
-            outcome = run_one(workload, asked, seed, watcher)
+        for outcome in run_seeds(workload, asked, watcher):
+            seed = outcome.record.seed
             methods[kind.name].runs.append(outcome.record)
             tell_notes(workload, watcher, told)
             if seed == config.training.seed:
                 add_examples(examples, workload, kind.name, outcome)
             watcher.on_outcome(kind.name, seed, outcome)
-            outcome.model.remove()
-            del outcome
-            gc.collect()
     return describe(workload, methods, list(examples.values()))
 
 
@@ -91,25 +88,57 @@ def add_examples(
             examples.setdefault((k, i), entry).outputs[method] = example.output
 
 
-def run_one(workload: Workload, asked: str, seed: int, watcher: Watcher) -> Outcome:
-    """One method with one seed, with its progress."""
+def run_seeds(workload: Workload, asked: str, watcher: Watcher) -> Iterator[Outcome]:
+    """One method with every seed: as further clients of the same passes, which fill an accelerator better and change no
+    number. One after the other where early stopping may end them at different rounds, or where memory ends."""
     training = workload.config.training
-    trial = set_up(workload, asked, seed)
+    seeds = tuple(range(training.seed, training.seed + training.seeds))
+    together = [seeds] if training.patience is None else [(seed,) for seed in seeds]
+    while together:
+        now = together.pop(0)
+        try:
+            found = run_together(workload, asked, now, watcher)
+        except torch.cuda.OutOfMemoryError:
+            if len(now) == 1:
+                raise
+            watcher.on_note(
+                f"{asked}: {len(now)} seeds in one pass take more memory than there is: one by one"
+            )
+            together = [(seed,) for seed in now] + together
+            continue
+        yield from found
+        found[0].model.remove()
+        del found
+        gc.collect()
+
+
+def run_together(workload: Workload, asked: str, seeds: tuple[int, ...], watcher: Watcher) -> list[Outcome]:
+    """One method with some seeds in the same passes, with its progress."""
+    training = workload.config.training
+    trial = set_up(workload, asked, *seeds)
     method = trial.method
-    what = method.label + (f", seed {seed}" if training.seeds > 1 else "")
-    if seed == training.seed:
+    which = (
+        "" if training.seeds == 1 else f", seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    )
+    if seeds[0] == training.seed:
         for line in method.notes():
             watcher.on_note(f"{method.name}: {line}")
-    learners = len(participants(seed, 1, len(trial.source.names), training.participation))
+    learners = len(participants(seeds[0], 1, len(trial.source.clients), training.participation)) * len(seeds)
     try:
-        with track(training.rounds * training.steps * learners, f"{what}: client steps") as advance:
-            outcome = trials.run(trial, lambda record: watcher.on_round(method.name, seed, record), advance)
+        with track(
+            training.rounds * training.steps * learners, f"{method.label}{which}: client steps"
+        ) as advance:
+            found = trials.run(
+                trial, lambda seed, record: watcher.on_round(method.name, seed, record), advance
+            )
     except BaseException:
         trial.model.remove()
         raise
-    for line in method.findings(trials.second_order_shares(outcome.record.rounds)):
-        watcher.on_note(f"{what}: {line}")
-    return outcome
+    for outcome in found:
+        what = method.label + (f", seed {outcome.record.seed}" if training.seeds > 1 else "")
+        for line in method.findings(trials.second_order_shares(outcome.record.rounds)):
+            watcher.on_note(f"{what}: {line}")
+    return found
 
 
 def describe(workload: Workload, methods: dict[str, MethodResult], examples: list[ExampleRecord]) -> Result:

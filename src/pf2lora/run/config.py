@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.data.settings import DataSettings
@@ -31,6 +31,7 @@ from pf2lora.tasks.settings import TaskSettings
 
 Value = str | int | float | bool | list[str]
 PRECISIONS = ("float32", "bfloat16")
+KEPT = ("best", "last")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,11 @@ class TrainingSettings:
     steps: int = setting(10, "local steps per round", everyday=True)
     batch_size: int = setting(16, "examples per client and batch", everyday=True)
     lr: float = setting(1e-3, "learning rate of the common adapter (AdamW)", everyday=True)
-    client_lr: float = setting(0.03, "learning rate of the client's own adapter (SGD)", everyday=True)
+    client_lr: float | Literal["auto"] = setting(
+        "auto",
+        "learning rate of the client's own adapter (SGD), or auto: found by each client",
+        everyday=True,
+    )
     weight_decay: float = setting(0.01, "AdamW's weight decay")
     hypergradient_mode: str = setting("difference", "second-order term: exact, difference, none or auto")
     batches: int = setting(2, "independent batches per PF2LoRA step: 2 or 4")
@@ -71,6 +76,13 @@ class TrainingSettings:
     clients_per_pass: int | None = setting(None, "clients trained in one pass, bounds memory (default: all)")
     group_by_length: bool = setting(True, "rows of like length share a batch, which pads less")
     evaluate_every: int | None = setting(None, "rounds between evaluations (default: about ten in a run)")
+    keep: str = setting("best", "the round that is kept: best (by each client's validation loss) or last")
+    patience: int | None = setting(
+        None, "stop after so many evaluations without a better mean validation loss (default: never)"
+    )
+    personal_steps: int | None = setting(
+        None, "steps alone that a client may try before it deploys (default: three rounds' worth; 0: none)"
+    )
     seed: int = setting(0, "seed of everything random", everyday=True)
     seeds: int = setting(1, "number of seeds, from --seed on", everyday=True)
 
@@ -82,8 +94,14 @@ class TrainingSettings:
         twice = [name for name in self.method if self.method.count(name) > 1]
         if twice:
             raise UserError(f"the method {twice[0]!r} is named twice")
-        require_positive(self, "rounds", "steps", "batch_size", "seeds", "evaluate_every", "lr")
-        require_not_negative(self, "client_lr", "weight_decay", "seed")
+        require_positive(self, "rounds", "steps", "batch_size", "seeds", "evaluate_every", "lr", "patience")
+        require_not_negative(self, "weight_decay", "seed")
+        if self.client_lr != "auto":
+            require_not_negative(self, "client_lr")
+        if self.personal_steps is not None:
+            require_not_negative(self, "personal_steps")
+        if self.keep not in KEPT:
+            raise unknown("round to keep", self.keep, KEPT)
 
 
 @dataclass(frozen=True)

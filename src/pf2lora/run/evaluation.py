@@ -13,18 +13,31 @@ from pf2lora.core.method import State, moved, take
 from pf2lora.run.config import TrainingSettings
 from pf2lora.run.result import Numbers, OverClients
 from pf2lora.run.set_up import Trial
+from pf2lora.run.validation import judge
 from pf2lora.tasks.base import Example
 from pf2lora.tasks.settings import Metric
 
 EXAMPLES = 3  # answers of each client that a report shows
 
 
+class Models(NamedTuple):
+    """The (x, y) of every learner as it is measured or deployed."""
+
+    common: Tensor
+    personal: Tensor
+
+
 class Measured(NamedTuple):
-    """Every metric of every client: None where it is undefined or was not computed, nan where it is not a number; and
+    """Every metric of every learner: None where it is undefined or was not computed, nan where it is not a number; and
     some of the answers to be read."""
 
     scores: dict[str, list[float | None]]
     examples: list[list[Example]]
+
+    def of(self, learners: slice) -> Measured:
+        """The same for some learners alone."""
+        scores = {metric: values[learners] for metric, values in self.scores.items()}
+        return Measured(scores, self.examples[learners])
 
 
 def evaluation_rounds(training: TrainingSettings) -> set[int]:
@@ -33,34 +46,42 @@ def evaluation_rounds(training: TrainingSettings) -> set[int]:
     return {*range(every, training.rounds + 1, every), training.rounds}
 
 
-def models_in_use(trial: Trial, state: State, number: int) -> tuple[Tensor, Tensor]:
-    """The (x, y) every client is measured with after round `number`; a pooled learner's is everybody's."""
+def models_in_use(trial: Trial, state: State, number: int, *, received: bool = True) -> Models:
+    """The (x, y) every client uses after round `number`; a pooled learner's is everybody's.
+
+    `received`: the average has come back, and a client whose method looks at validation rows then has done so.
+    """
+    method, schedule = trial.method, trial.schedule
     common, personal = state.x, state.y
-    if trial.method.adapts_before_use:
-        clients, schedule = range(len(trial.source.names)), trial.schedule
-        per_pass = schedule.clients_per_pass or len(clients)
-        next_batch = number * schedule.steps * trial.method.draws
+    resizes = received and method.resizes and trial.workload.validation is not None
+    if method.adapts_before_use or resizes:
+        learners = range(len(trial.source.names))
+        per_pass = schedule.clients_per_pass or len(learners)
+        next_batch = number * schedule.steps * method.draws
         found = []
-        for i in range(0, len(clients), per_pass):
-            together = clients[i : i + per_pass]
+        for i in range(0, len(learners), per_pass):
+            together = learners[i : i + per_pass]
             part = moved(take(state, together), trial.workload.device)
+            if resizes:
+                part = method.resize(part, judge(trial, together, trial.workload.validation))
             batch = trial.source.draw(together, [next_batch] * len(together))
-            found.append([t.to(common.device) for t in trial.method.personal(trial.F, part, batch)])
+            found.append([t.to(common.device) for t in method.personal(trial.F, part, batch)])
         common, personal = (torch.cat(parts) for parts in zip(*found))
-    count = len(trial.workload.clients)
-    return (
-        (common.expand(count, -1), personal.expand(count, -1)) if trial.method.pooled else (common, personal)
-    )
+    if method.pooled:
+        count = len(trial.workload.clients)
+        common, personal = (t.repeat_interleave(count, dim=0) for t in (common, personal))
+    return Models(common, personal)
 
 
-def measure(trial: Trial, common: Tensor, personal: Tensor, *, final: bool = False) -> Measured:
-    """Every client on its own test data; `final` also does what is too costly for every round."""
+def measure(trial: Trial, models: Models, *, final: bool = False) -> Measured:
+    """Every learner on its client's test data; `final` also does what is too costly for every round."""
     workload, task = trial.workload, trial.workload.task
-    answers = task.predict(trial.model, common, personal, workload.test, final=final)
-    scores = task.score_clients(answers, [client.test for client in workload.clients])
+    whose = [*range(len(workload.clients))] * len(trial.seeds)
+    answers = task.predict(trial.model, *models, workload.test.of(whose), final=final)
+    rows = [workload.clients[k].test for k in whose]
+    scores = task.score_clients(answers, rows)
     shown = [
-        [task.example(a, row) for a, row in zip(found[:EXAMPLES], client.test)]
-        for found, client in zip(answers, workload.clients)
+        [task.example(a, row) for a, row in zip(found[:EXAMPLES], own)] for found, own in zip(answers, rows)
     ]
     return Measured(
         {metric: [s.get(metric) for s in scores] for metric in task.metrics},

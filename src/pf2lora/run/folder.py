@@ -159,8 +159,8 @@ def save_outcome(out: Path, workload: Workload, asked: str, seed: int, outcome: 
                 where,
                 outcome.model,
                 name,
-                outcome.served_common[k],
-                outcome.served_personal[k],
+                outcome.common_of_client[k],
+                outcome.personal_of_client[k],
                 task.peft_type,
                 config.model.name,
             )

@@ -88,7 +88,7 @@ class Fitting:
 
     def __init__(self, run: LoadedRun, client: Client[Any], rounds: int) -> None:
         self.run, self.client = run, client
-        self.schedule = Schedule(rounds, run.config.training.steps, seed=run.saved.seed)
+        self.schedule = Schedule(rounds, run.config.training.steps, seeds=(run.saved.seed,))
         self.train: Encoded = run.task.encode([client.train], training=True).to(run.device)
         self.test: Encoded = run.task.encode([client.test], training=False).to(run.device)
 
@@ -96,7 +96,9 @@ class Fitting:
         """As many local steps as the run's own clients had."""
         run = self.run
         size = run.config.training.batch_size
-        source = batch_source(run.config, self.train, [self.client.name], run.saved.seed, size, method.draws)
+        source = batch_source(
+            run.config, self.train, [self.client.name], (run.saved.seed,), size, method.draws
+        )
 
         def loss(common: Tensor, personal: Tensor, batch: Any) -> Tensor:
             return run.task.loss(run.model, common, personal, batch)

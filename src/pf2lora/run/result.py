@@ -13,10 +13,14 @@ from pf2lora.run.decode import decode
 from pf2lora.run.estimates import Estimate, estimate
 from pf2lora.tasks.settings import Metric
 
-FORMAT = 2
+FORMAT = 3
 FILE = "result.json"
-Point = Literal["served", "before_averaging"]
-POINTS: tuple[Point, ...] = ("served", "before_averaging")  # the two moments a score is taken
+Point = Literal["served", "before_averaging", "deploy"]
+ROUND_POINTS: tuple[Point, ...] = (
+    "served",
+    "before_averaging",
+)  # the two moments of a round that are measured
+POINTS: tuple[Point, ...] = (*ROUND_POINTS, "deploy")  # and what a client takes in the end
 
 Numbers = list[float | None]
 """A number per client; None where it was not taken or is undefined."""
@@ -53,11 +57,23 @@ class RoundRecord:
     round: int
     seconds: float
     train_loss: Numbers
+    validation_loss: Numbers | None = None  # of the served models
     served: dict[str, Numbers] | None = None
     before_averaging: dict[str, Numbers] | None = None
     client_share: Numbers | None = None  # ‖s̃·D_kC_k‖ / ‖s·BA‖
     second_order_share: Numbers | None = None  # of the hypergradient's norm
     ranks: list[list[int]] | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a client deploys: the candidate and its round, with its validation loss, and that of each candidate of the
+    last round."""
+
+    candidate: str
+    round: int
+    validation_loss: float | None
+    last_round: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,9 @@ class SeedRun:
     seed: int
     served: dict[str, OverClients]
     before_averaging: dict[str, OverClients] | None
+    deploy: dict[str, OverClients] | None  # None: without validation rows there is nothing to choose by
+    choices: list[Choice] | None  # by client
+    candidates: dict[str, dict[str, OverClients]]  # what all clients would score with the same candidate
     rounds: list[RoundRecord]
     layers: list[str]
     parameters: Parameters
@@ -100,8 +119,15 @@ class SeedRun:
     warnings: list[str] = field(default_factory=list)
 
     def at(self, point: Point) -> dict[str, OverClients] | None:
-        """The final scores at a point of the round."""
-        return self.served if point == "served" else self.before_averaging
+        """The final scores at a point of the round, or of what clients deploy."""
+        scores: dict[str, OverClients] | None = getattr(self, point)
+        return scores
+
+    @property
+    def deployed_loss(self) -> float | None:
+        """The mean validation loss of what clients deploy: what settings can be chosen by."""
+        known = [c.validation_loss for c in self.choices or () if c.validation_loss is not None]
+        return sum(known) / len(known) if known else None
 
 
 @dataclass(frozen=True)
@@ -156,8 +182,12 @@ class Result:
     # --- reading it -----------------------------------------------------------------------------------------
 
     def served(self, metric: str | None = None, method: str | None = None) -> Scores:
-        """The scores of what each client deploys: of `metric` (default: the headline) for `method` (the first)."""
+        """The scores after the last average: of `metric` (default: the headline) for `method` (the first)."""
         return self.scores("served", metric, method)
+
+    def deploy(self, metric: str | None = None, method: str | None = None) -> Scores:
+        """The scores of what each client deploys, chosen on its validation rows."""
+        return self.scores("deploy", metric, method)
 
     def before_averaging(self, metric: str | None = None, method: str | None = None) -> Scores:
         """The same before the last average, where the method has such a point."""
@@ -295,10 +325,14 @@ def _check_lengths(run: SeedRun, clients: int, place: str) -> None:
     for point in POINTS:
         for metric, table in (run.at(point) or {}).items():
             fits(table.per_client, clients, f"{point}.{metric}.per_client")
+    for candidate, scores in run.candidates.items():
+        for metric, table in scores.items():
+            fits(table.per_client, clients, f"candidates.{candidate}.{metric}.per_client")
+    fits(run.choices, clients, "choices")
     for i, record in enumerate(run.rounds):
-        for what in ("train_loss", "client_share", "second_order_share", "ranks"):
+        for what in ("train_loss", "validation_loss", "client_share", "second_order_share", "ranks"):
             fits(getattr(record, what), clients, f"rounds[{i}].{what}")
-        for point in POINTS:
+        for point in ROUND_POINTS:
             for metric, values in (getattr(record, point) or {}).items():
                 fits(values, clients, f"rounds[{i}].{point}.{metric}")
         for k, ranks in enumerate(record.ranks or []):

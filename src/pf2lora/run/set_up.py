@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.layout import Layout
@@ -24,10 +26,11 @@ FEW_LENGTHS = 32  # what a batch's length is rounded up to where each length is 
 
 @dataclass(frozen=True)
 class Trial:
-    """A method, set up and not yet begun."""
+    """A method, set up and not yet begun, with one or more seeds. A *learner* is a client with one seed (a pooled
+    method has one for each seed); `state` and `source` have them seed by seed."""
 
     workload: Workload
-    seed: int
+    seeds: tuple[int, ...]
     model: TwoLevelModel
     method: Method
     F: Loss
@@ -39,8 +42,7 @@ class Trial:
 def set_up(
     workload: Workload,
     name: str,
-    seed: int,
-    *,
+    *seeds: int,
     place: tuple[int, int] | None = None,
     compiled: bool = True,
 ) -> Trial:
@@ -56,19 +58,29 @@ def set_up(
             model.compile()
         names = ["pooled"] if kind.pooled else workload.names
         position, clients = place or (0, len(names))
-        positions = tuple(range(position, position + len(names)))
-        method = build_method(config, name, model.common_layout, clients, positions)
-        schedule = schedule_of(config, seed)
+        positions = tuple(range(position, position + len(names))) * len(seeds)
+        run = Surroundings(
+            model.common_layout,
+            method_table(config, name).get("rank", config.adapter.rank),
+            clients,
+            positions,
+            config.model.precision,
+            model.personal_layout,
+            validated=workload.validation is not None,
+        )
+        method = kind.set_up(run, method_settings(config, name))
+        schedule = schedule_of(config, *seeds)
         rows = workload.train.pooled() if kind.pooled else workload.train
-        learners = len(participants(seed, 1, len(workload.clients), schedule.participation))
+        learners = len(participants(seeds[0], 1, len(workload.clients), schedule.participation))
         size = method.batch_size(config.training.batch_size, learners)
-        source = batch_source(config, rows, names, seed, size, method.draws)
-        state = method.init(*model.initial(seed, names))  # on the host: the engine moves whom it trains
+        source = batch_source(config, rows, names, seeds, size, method.draws)
+        first = zip(*(model.initial(seed, names) for seed in seeds))
+        state = method.init(*(torch.cat(t) for t in first))  # on the host: the engine moves whom it trains
     except BaseException:
         model.remove()
         raise
     loss = partial(workload.task.loss, model)
-    return Trial(workload, seed, model, method, loss, source, state, schedule)
+    return Trial(workload, seeds, model, method, loss, source, state, schedule)
 
 
 def method_table(config: Config, name: str) -> dict[str, Any]:
@@ -91,20 +103,19 @@ def adapter_spec(config: Config, name: str) -> AdapterSpec:
     ranks = METHODS[name].adapter_ranks(
         config.adapter.rank, config.adapter.client_rank, method_table(config, name)
     )
-    return replace(config.adapter, rank=ranks[0], client_rank=ranks[1])
+    bias = config.adapter.client_bias and METHODS[name].two_level
+    return replace(config.adapter, rank=ranks[0], client_rank=ranks[1], client_bias=bias)
 
 
-def build_method(
-    config: Config, name: str, layout: Layout, clients: int, positions: tuple[int, ...]
-) -> Method:
-    """The method in a run of so many clients, of which those at `positions` are at hand (a server has none)."""
+def merging_method(config: Config, name: str, layout: Layout, clients: int) -> Method:
+    """The method as a server has it, which merges and has no client at hand."""
     rank = method_table(config, name).get("rank", config.adapter.rank)
-    run = Surroundings(layout, rank, clients, positions, config.model.precision)
+    run = Surroundings(layout, rank, clients, (), config.model.precision)
     return METHODS[name].set_up(run, method_settings(config, name))
 
 
 def batch_source(
-    config: Config, rows: Encoded, names: list[str], seed: int, size: int, draws: int
+    config: Config, rows: Encoded, names: list[str], seeds: tuple[int, ...], size: int, draws: int
 ) -> EncodedSource:
     """Training batches of `size` rows as the config describes them, `draws` for each local step."""
     once_per_length = config.model.compile or (config.model.graphs and rows.device.type == "cuda")
@@ -112,17 +123,17 @@ def batch_source(
         replace(rows, pad_to_multiple_of=FEW_LENGTHS) if once_per_length else rows,
         names,
         size,
-        seed,
+        seeds,
         keyed=config.adapter.dropout > 0,
         window=WINDOW if config.training.group_by_length else 1,
         alike=draws if once_per_length else 1,
     )
 
 
-def schedule_of(config: Config, seed: int) -> Schedule:
+def schedule_of(config: Config, *seeds: int) -> Schedule:
     """The rounds of a run."""
     t = config.training
-    return Schedule(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seed)
+    return Schedule(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seeds)
 
 
 def check_methods(workload: Workload) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pf2lora.errors import missing_extra, unknown
-from pf2lora.run.result import POINTS, Numbers, RoundRecord
+from pf2lora.run.result import ROUND_POINTS, Numbers, RoundRecord
 
 
 class Tracker(Protocol):
@@ -102,10 +102,11 @@ def round_values(method: str, seed: int, record: RoundRecord) -> dict[str, float
     """A round's means over clients, named `method/seed-0/served/accuracy`."""
     lists: dict[str, Numbers | None] = {
         "train_loss": record.train_loss,
+        "validation_loss": record.validation_loss,
         "client_share": record.client_share,
         "second_order_share": record.second_order_share,
     }
-    for point in POINTS:
+    for point in ROUND_POINTS:
         lists |= {f"{point}/{m}": values for m, values in (getattr(record, point) or {}).items()}
     out = {}
     for name, values in lists.items():

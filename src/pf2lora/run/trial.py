@@ -1,10 +1,11 @@
-"""One method with one seed: train, measure at both points of a round, and say what looks wrong."""
+"""One method with its seeds: train, measure at both points of a round, choose what to deploy, say what looks wrong."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.ranks import client_share, learned_ranks
 from pf2lora.engines.local import Round, Step, train
 from pf2lora.run import costs
+from pf2lora.run.deploy import PERSONAL, SERVED, Deployment, candidates
 from pf2lora.run.evaluation import (
     Measured,
+    Models,
     evaluation_rounds,
     finite,
     finite_numbers,
@@ -23,20 +26,21 @@ from pf2lora.run.evaluation import (
     not_finite,
     summary,
 )
-from pf2lora.run.result import POINTS, Numbers, RoundRecord, SeedRun
+from pf2lora.run.result import ROUND_POINTS, Numbers, RoundRecord, SeedRun
 from pf2lora.run.set_up import Trial
+from pf2lora.run.validation import sampled_judge
+from pf2lora.run.warnings import Moving, training_warnings
 from pf2lora.tasks.base import Example
-
-HARDLY = 1e-5  # a relative change of y over a round below this counts as not moving
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished trial: its record for result.json, what each client is served, and what all of them share."""
+    """A finished trial with one seed: its record for result.json, what each client deploys (without validation rows:
+    what it is served), and what all of them share."""
 
     record: SeedRun
-    served_common: Tensor  # (clients, P)
-    served_personal: Tensor  # (clients, Q)
+    common_of_client: Tensor  # (clients, P)
+    personal_of_client: Tensor  # (clients, Q)
     common: Tensor | None  # (P,)
     model: TwoLevelModel
     examples: list[list[Example]]  # a few of each client's answers, for the report
@@ -44,25 +48,46 @@ class Outcome:
 
 @dataclass
 class Watched:
-    """What is noted while a trial goes on."""
+    """What is noted while a trial goes on, for all its learners."""
 
-    rounds: list[RoundRecord] = field(default_factory=list)
+    rounds: list[list[RoundRecord]]  # by seed
     steps: costs.StepLedger = field(default_factory=costs.StepLedger)
-    sent: list[int] = field(default_factory=list)  # numbers, by round and client
+    sent: list[list[int]] = field(
+        default_factory=list
+    )  # numbers that each of a round's participants sent, by seed
     evaluation_seconds: float = 0.0
-    last: dict[str, Measured] = field(default_factory=dict)  # by point
+    last: dict[str, Measured] = field(default_factory=dict)  # by candidate
+    deployed: Measured | None = None
+
+
+class Stopper:
+    """Early stopping: when the mean validation loss has not fallen for `patience` evaluations."""
+
+    def __init__(self, patience: int | None) -> None:
+        self.patience, self.best, self.waited = patience, float("inf"), 0
+
+    def enough(self, losses: Tensor) -> bool:
+        mean = float(losses.nanmean())
+        better = mean < self.best
+        self.best, self.waited = (mean, 0) if better else (self.best, self.waited + 1)
+        return self.patience is not None and self.waited >= self.patience
 
 
 def run(
     trial: Trial,
-    on_round: Callable[[RoundRecord], None],
+    on_round: Callable[[int, RoundRecord], None],
     on_step: Callable[[int], None] = lambda clients: None,
-) -> Outcome:
-    """Train, and measure as the config says. `on_round` gets each round's record as it happens, `on_step` how many
-    clients did another step."""
+) -> list[Outcome]:
+    """Train, and measure as the config says; an outcome for each seed. `on_round` gets each round's records as they
+    happen, with their seeds, `on_step` how many learners did another step."""
     workload, config, method = trial.workload, trial.workload.config, trial.method
     measured_rounds = evaluation_rounds(config.training)
-    watched, moving = Watched(), Moving(trial.state.y)
+    watched, moving = (
+        Watched([[] for _ in trial.seeds], sent=[[] for _ in trial.seeds]),
+        Moving(trial.state.y),
+    )
+    deployment = Deployment(trial) if workload.validation is not None else None
+    stopper = Stopper(config.training.patience)
 
     def stepped(step: Step) -> None:
         watched.steps.add(step)
@@ -78,96 +103,116 @@ def run(
         device=workload.device,
         on_step=stepped,
         graphs=config.model.graphs,
+        judges=partial(sampled_judge, trial) if deployment else None,
     ):
         started = time.perf_counter()
-        record = round_record(trial, done, measured_rounds, watched)
+        records, last = round_records(trial, done, measured_rounds, watched, deployment, stopper)
         watched.evaluation_seconds += time.perf_counter() - started
-        sent = method.sent_numbers(done.served)
-        watched.sent += [sent[k] for k in done.participants]
+        note_sent(trial, done, watched)
         if method.two_level:
             moving.look(done.served.y, done.participants)
-        watched.rounds.append(record)
-        on_round(record)
+        for seed, own, record in zip(trial.seeds, watched.rounds, records):
+            own.append(record)
+            on_round(seed, record)
+        if last:
+            break
     memory = costs.peak_memory(
         workload.device
     )  # before operations are counted, which takes memory of its own
-    record_of_seed = seed_run(trial, watched, moving.still if method.two_level else [], memory)
-    served = models_in_use(trial, done.served, done.number)
-    common = common_vector(trial, done) if method.federated or method.pooled else None
-    return Outcome(record_of_seed, *served, common, trial.model, watched.last["served"].examples)
+    still = moving.still if method.two_level else []
+    return outcomes(trial, done, watched, deployment, still, memory)
 
 
-class Moving:
-    """Whether client adapters still move."""
-
-    def __init__(self, personal: Tensor) -> None:
-        self.previous = personal.clone()
-        self.still = [False] * len(personal)
-
-    def look(self, personal: Tensor, participants: Sequence[int]) -> None:
-        personal = personal.cpu()
-        change = (personal - self.previous).norm(dim=1) / self.previous.norm(dim=1).clamp_min(1e-30)
-        for k in participants:
-            self.still[k] = bool(change[k] < HARDLY)
-        self.previous.copy_(personal)
-
-
-def seed_run(trial: Trial, watched: Watched, still: Sequence[bool], memory: int | None) -> SeedRun:
-    """The record of a finished trial."""
-    workload, method = trial.workload, trial.method
-    metrics = workload.task.metrics
-    scores = {point: watched.last[point].scores if point in watched.last else None for point in POINTS}
-    flops = watched.steps.flops(trial.F, trial.source, trial.state, workload.device)
-    served = summary(metrics, scores["served"])
-    assert served is not None
-    return SeedRun(
-        seed=trial.seed,
-        served=served,
-        before_averaging=summary(metrics, scores["before_averaging"]),
-        rounds=watched.rounds,
-        layers=trial.model.layer_names,
-        parameters=costs.parameters(method, trial.model.personal_layout, trial.state),
-        bytes_per_round=costs.sent_bytes(method, watched.sent),
-        flops_per_round=flops / trial.schedule.rounds,
-        seconds=sum(r.seconds for r in watched.rounds),
-        evaluation_seconds=watched.evaluation_seconds,
-        peak_memory_bytes=memory,
-        warnings=[
-            *workload.notes,
-            *workload.task.notes,
-            *not_finite(workload.names, metrics, scores["served"]),
-            *training_warnings(workload.names, watched.rounds, still),
-        ],
-    )
-
-
-def round_record(trial: Trial, done: Round, measured_rounds: set[int], watched: Watched) -> RoundRecord:
-    """A round as result.json and metrics.jsonl hold it."""
-    share = done.stats.second_order
-    record = RoundRecord(
-        round=done.number,
-        seconds=done.seconds,
-        train_loss=per_client(trial, done, done.stats.loss),
-        second_order_share=None if share is None else per_client(trial, done, share),
-    )
+def round_records(
+    trial: Trial,
+    done: Round,
+    measured_rounds: set[int],
+    watched: Watched,
+    deployment: Deployment | None,
+    stopper: Stopper,
+) -> tuple[list[RoundRecord], bool]:
+    """A round as result.json and metrics.jsonl hold it, for each seed; and whether it is the last."""
+    records = [plain_record(trial, done, s) for s in range(len(trial.seeds))]
+    last = done.number == trial.schedule.rounds
     if done.number not in measured_rounds:
-        return record
-    final = done.number == trial.schedule.rounds
-    common, personal = models_in_use(trial, done.served, done.number)
-    watched.last = {"served": measure(trial, common, personal, final=final)}
-    if trial.method.federated:
-        watched.last["before_averaging"] = measure(
-            trial, *models_in_use(trial, done.before, done.number), final=final
-        )
+        return records, last
+    served = models_in_use(trial, done.served, done.number)
+    offered = dict(candidates(trial, done, served))
+    losses: Numbers | None = None
+    if deployment is not None:
+        common = common_vectors(trial, done) if trial.method.federated or trial.method.pooled else None
+        found = deployment.look(done, offered, common, last=last)
+        losses = finite_numbers(found.tolist())
+        if not last and stopper.enough(found):
+            deployment.look(done, offered, common, last=True)
+            last = True
+    watched.last = {
+        name: measure(trial, models, final=last) for name, models in offered.items() if name in ROUND_POINTS
+    }
+    if last and deployment is not None:
+        finish(trial, done, offered, watched, deployment)
+    return [
+        measured_record(trial, records[s], served, losses, watched.last, s) for s in range(len(records))
+    ], last
+
+
+def finish(
+    trial: Trial, done: Round, offered: dict[str, Models], watched: Watched, deployment: Deployment
+) -> None:
+    """The last candidate, and how good all of them and what clients chose are."""
+    offered = dict(offered)
+    personal = deployment.try_personal_steps(done, offered[SERVED])
+    if personal is not None:
+        offered[PERSONAL] = personal
+    for name, models in offered.items():
+        if name not in watched.last:
+            watched.last[name] = measure(trial, models)
+    assert deployment.models is not None
+    as_served = all(choice == (SERVED, done.number) for choice in deployment.chosen)
+    watched.deployed = watched.last[SERVED] if as_served else measure(trial, deployment.models, final=True)
+
+
+def own_slice(trial: Trial, s: int) -> slice:
+    """The learners of the seed at position `s`, one for each client."""
+    count = len(trial.workload.clients)
+    return slice(s * count, (s + 1) * count)
+
+
+def plain_record(trial: Trial, done: Round, s: int) -> RoundRecord:
+    """What every round has: its time, shared among the seeds of the pass, and the training's figures."""
+    share = done.stats.second_order
+    return RoundRecord(
+        round=done.number,
+        seconds=done.seconds / len(trial.seeds),
+        train_loss=per_client(trial, done, done.stats.loss, s),
+        second_order_share=None if share is None else per_client(trial, done, share, s),
+    )
+
+
+def measured_record(
+    trial: Trial,
+    record: RoundRecord,
+    served: Models,
+    losses: Numbers | None,
+    measured: dict[str, Measured],
+    s: int,
+) -> RoundRecord:
+    """A round's record with what was measured of one seed."""
+    own = own_slice(trial, s)
     scores = {
-        point: {metric: finite_numbers(values) for metric, values in found.scores.items()}
-        for point, found in watched.last.items()
+        point: {metric: finite_numbers(values[own]) for metric, values in measured[point].scores.items()}
+        for point in ROUND_POINTS
+        if point in measured
     }
     model, spec = trial.model, trial.model.spec
-    adapters = model.common_layout, model.personal_layout, common, personal, spec.scaling, spec.client_scaling
+    adapters = (
+        *(model.common_layout, model.personal_layout, served.common[own], served.personal[own]),
+        *(spec.scaling, spec.client_scaling),
+    )
     shares = client_share(*adapters).tolist() if trial.method.two_level else None
     return replace(
         record,
+        validation_loss=None if losses is None else losses[own],
         served=scores["served"],
         before_averaging=scores.get("before_averaging"),
         client_share=None if shares is None else finite_numbers(shares),
@@ -175,23 +220,94 @@ def round_record(trial: Trial, done: Round, measured_rounds: set[int], watched: 
     )
 
 
-def per_client(trial: Trial, done: Round, steps: Tensor) -> Numbers:
-    """The mean over a round's steps `(steps, K)` for every client; None for those that did not take part."""
-    count = len(trial.workload.clients)
-    means = [finite(value) for value in steps.mean(0).tolist()]
-    if trial.method.pooled:
-        return means * count
-    values: Numbers = [None] * count
-    for k, value in zip(done.participants, means):
-        values[k] = value
-    return values
+def note_sent(trial: Trial, done: Round, watched: Watched) -> None:
+    """How many numbers each participant sent."""
+    numbers, learners = trial.method.sent_numbers(done.served), len(trial.source.clients)
+    for i in done.participants:
+        watched.sent[i // learners].append(numbers[i])
 
 
-def common_vector(trial: Trial, done: Round) -> Tensor:
-    """What all clients share: the server's last answer. Personal heads stay home: it has the one all began with."""
+def outcomes(
+    trial: Trial,
+    done: Round,
+    watched: Watched,
+    deployment: Deployment | None,
+    still: Sequence[bool],
+    memory: int | None,
+) -> list[Outcome]:
+    """What each seed came to."""
+    shared = trial.method.federated or trial.method.pooled
+    common: list[Tensor] | None = list(common_vectors(trial, done)) if shared else None
+    if deployment is None:
+        models = models_in_use(trial, done.served, done.number)
+    else:
+        assert deployment.models is not None
+        models = deployment.models
+        common = [vector for _, vector in deployment.common] if shared else None
+    flops = watched.steps.flops(trial.F, trial.source, trial.state, trial.workload.device)
+    found = []
+    for s in range(len(trial.seeds)):
+        own = own_slice(trial, s)
+        record = seed_run(trial, watched, deployment, still, s)
+        record = replace(
+            record, flops_per_round=flops / len(trial.seeds) / done.number, peak_memory_bytes=memory
+        )
+        examples = watched.last["served"].examples[own]
+        vector = None if common is None else common[s]
+        found.append(Outcome(record, models.common[own], models.personal[own], vector, trial.model, examples))
+    return found
+
+
+def seed_run(
+    trial: Trial, watched: Watched, deployment: Deployment | None, still: Sequence[bool], s: int
+) -> SeedRun:
+    """The record of a finished trial with the seed at position `s`."""
+    workload, method, own = trial.workload, trial.method, own_slice(trial, s)
+    metrics = workload.task.metrics
+    scores = {name: found.of(own).scores for name, found in watched.last.items()}
+    candidates = {name: over for name, found in scores.items() if (over := summary(metrics, found))}
+    deployed = watched.deployed.of(own).scores if watched.deployed else None
+    learners = len(trial.source.clients)
+    still = still[s * learners : (s + 1) * learners]
+    return SeedRun(
+        seed=trial.seeds[s],
+        served=candidates["served"],
+        before_averaging=candidates.get("before_averaging"),
+        deploy=summary(metrics, deployed),
+        choices=deployment.choices()[own] if deployment else None,
+        candidates=candidates if deployment else {},
+        rounds=watched.rounds[s],
+        layers=trial.model.layer_names,
+        parameters=costs.parameters(method, trial.model.personal_layout, trial.state),
+        bytes_per_round=costs.sent_bytes(method, watched.sent[s]),
+        flops_per_round=None,
+        seconds=sum(r.seconds for r in watched.rounds[s]),
+        evaluation_seconds=watched.evaluation_seconds / len(trial.seeds),
+        peak_memory_bytes=None,
+        warnings=[
+            *workload.notes,
+            *workload.task.notes,
+            *not_finite(workload.names, metrics, scores["served"]),
+            *training_warnings(workload.names, watched.rounds[s], still),
+        ],
+    )
+
+
+def per_client(trial: Trial, done: Round, steps: Tensor, s: int) -> Numbers:
+    """The mean over a round's steps `(steps, K)` for every client of a seed; None for those that did not take part."""
+    count, learners = len(trial.workload.clients), len(trial.source.clients)
+    means = {i: finite(value) for i, value in zip(done.participants, steps.mean(0).tolist())}
+    own = [means.get(s * learners + k) for k in range(learners)]
+    return own * count if trial.method.pooled else own
+
+
+def common_vectors(trial: Trial, done: Round) -> Tensor:
+    """What all clients share `(seeds, P)`: the servers' last answers. Personal heads stay home: it has the one all
+    began with."""
     if trial.method.pooled:
-        return done.served.x[0]
-    return torch.cat([done.common, trial.state.x[0, len(done.common) :].to(done.common)])
+        return done.served.x
+    first = trial.state.x[:: len(trial.source.clients), done.common.shape[1] :]
+    return torch.cat([done.common, first.to(done.common)], dim=1)
 
 
 def second_order_shares(rounds: Sequence[RoundRecord]) -> Numbers:
@@ -202,23 +318,3 @@ def second_order_shares(rounds: Sequence[RoundRecord]) -> Numbers:
         for k, loss in enumerate(r.train_loss)
         if loss is not None
     ]
-
-
-def training_warnings(
-    names: Sequence[str], rounds: Sequence[RoundRecord], still: Sequence[bool]
-) -> list[str]:
-    """What a user should look at: a loss above its start, client adapters that do not move."""
-    found = []
-    for k, name in enumerate(names):
-        losses = [loss for r in rounds if (loss := r.train_loss[k]) is not None]
-        if len(losses) > 1 and losses[-1] > losses[0]:
-            found.append(
-                f"client {name!r}: the training loss rose above its start ({losses[0]:.3f} → {losses[-1]:.3f}); "
-                f"a smaller lr or client_lr may help"
-            )
-        if still and still[k]:
-            found.append(
-                f"client {name!r}: its own adapter has stopped moving (less than {HARDLY:g} of its size in the last "
-                f"round); a larger client_lr may help"
-            )
-    return found

@@ -17,6 +17,7 @@ from pf2lora.errors import UserError
 from pf2lora.run.config import Config
 from pf2lora.tasks.base import Task
 
+SAMPLE = 100  # validation rows of a client that are asked after every round
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -30,6 +31,8 @@ class Workload:
     base: PreTrainedModel
     train: Encoded
     test: Encoded
+    validation: Encoded | None  # None: nobody has validation rows
+    validation_sample: Encoded | None  # some of them, spread evenly: for what is asked after every round
     device: torch.device
     notes: tuple[str, ...] = ()  # what the data's reader has to say
 
@@ -60,8 +63,18 @@ def load_workload(
     base = load_base(config, task, device)
     train = task.encode([client.train for client in clients], training=True).to(device)
     test = task.encode([client.test for client in clients], training=False).to(device)
+    validation = sample = None
+    if any(client.validation for client in clients):
+        validation = task.encode([client.validation for client in clients], training=False).to(device)
+        few = [spread(client.validation, SAMPLE) for client in clients]
+        sample = task.encode(few, training=False).to(device)
     check_lengths(config, base, train, test)
-    return Workload(config, task, list(clients), base, train, test, device, tuple(notes))
+    return Workload(config, task, list(clients), base, train, test, validation, sample, device, tuple(notes))
+
+
+def spread(rows: list[Any], most: int) -> list[Any]:
+    """At most so many of the rows, evenly spaced: they may be sorted by label."""
+    return rows if len(rows) <= most else [rows[i * len(rows) // most] for i in range(most)]
 
 
 def build_task(config: Config, labels: Sequence[str]) -> Task[Any, Any]:

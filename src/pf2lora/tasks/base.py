@@ -42,6 +42,7 @@ class Task(ABC, Generic[Row, Prediction]):
     metrics: dict[str, Metric]  # the headline first
     tokenizer: PreTrainedTokenizerBase
     clients_per_pass: int | None = None  # answering in one pass; bounds memory, as in training
+    evaluation_batch: int = 64  # rows of each client that are answered at once
 
     @abstractmethod
     def load_model(self, name: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -52,8 +53,37 @@ class Task(ABC, Generic[Row, Prediction]):
         """The clients' rows as tokens, side by side."""
 
     @abstractmethod
+    def example_losses(
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of each of the batch's examples times its weight, and that weight; both (M·b,)."""
+
     def loss(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
         """F(x, y; batch): each client's mean loss, shape (M,)."""
+        losses, weights = self.example_losses(model, common, personal, batch)
+        return losses.view(batch.clients, -1).sum(1) / weights.view(batch.clients, -1).sum(1)
+
+    def mean_losses(
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, clients: Sequence[int]
+    ) -> Tensor:
+        """The mean loss of K models `(K, P)`, `(K, Q)` on all rows of `clients`, one for each of them; nan where a
+        client has none."""
+        device = encoded.device
+        sums, weights = torch.zeros(2, len(clients), dtype=torch.float64, device=device)
+        rows = encoded.of(clients)
+        with torch.no_grad():
+            for together, index, real in evaluation_batches(
+                rows, self.evaluation_batch, self.clients_per_pass
+            ):
+                at = torch.tensor(together)
+                x, y = (t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
+                batch = Batch(len(together), encoded.rows(index))
+                found = self.example_losses(model, x, y, batch)
+                filling = torch.arange(len(index) // len(together)) >= torch.tensor(real).unsqueeze(1)
+                for total, values in zip((sums, weights), found):
+                    kept = values.double().view(len(together), -1).masked_fill(filling.to(device), 0)
+                    total.index_add_(0, at.to(device), kept.sum(1))
+        return (sums / weights).to(common.device)
 
     @abstractmethod
     def predict(
@@ -106,8 +136,8 @@ class Examples(Encoded):
     def by_row(self, answers: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
         """Answers to the examples, collected for each client's rows in order."""
         collected: list[list[list[Any]]] = []
-        for k, (count, found) in enumerate(zip(self.row_counts, answers)):
-            rows: list[list[Any]] = [[] for _ in range(count)]
+        for k, found in zip(self.clients, answers):
+            rows: list[list[Any]] = [[] for _ in range(self.row_counts[k])]
             for number, answer in zip(self.row_numbers[self.starts[k] :], found):
                 rows[number].append(answer)
             collected.append(rows)
@@ -152,11 +182,10 @@ def evaluation_batches(
     Clients that have run out of rows drop out of the stack; a client's last batch is filled with its last row.
     """
     orders = [
-        start + np.argsort(-encoded.lengths[start:stop], kind="stable")
-        for start, stop in zip(encoded.starts, encoded.starts[1:])
+        start + np.argsort(-encoded.lengths[start:stop], kind="stable") for start, stop in encoded.spans
     ]
     per_pass = clients_per_pass or len(orders)
-    for i in range(0, max(map(len, orders)), size):
+    for i in range(0, max(map(len, orders), default=0), size):
         active = [k for k, order in enumerate(orders) if len(order) > i]
         for j in range(0, len(active), per_pass):
             clients = active[j : j + per_pass]
@@ -177,7 +206,7 @@ def predict_rows(
 ) -> list[list[Any]]:
     """`function` of every row, per client in the rows' order; it returns one answer per row of its batch."""
     answers: list[list[Any]] = [[None] * n for n in encoded.sizes()]
-    device = encoded.device
+    device, spans = encoded.device, encoded.spans
     for clients, index, real in evaluation_batches(encoded, size, clients_per_pass):
         at = torch.tensor(clients, device=common.device)
         batch = Batch(len(clients), encoded.rows(index))
@@ -187,5 +216,5 @@ def predict_rows(
         width = len(index) // len(clients)
         for i, (k, count) in enumerate(zip(clients, real)):
             for j in range(i * width, i * width + count):
-                answers[k][index[j] - encoded.starts[k]] = found[j]
+                answers[k][index[j] - spans[k][0]] = found[j]
     return answers

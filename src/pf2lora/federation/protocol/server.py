@@ -34,7 +34,7 @@ from pf2lora.federation.protocol.messages import (
 )
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import PROBLEMS
-from pf2lora.run.set_up import build_method
+from pf2lora.run.set_up import merging_method
 
 MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds")  # between a run's beginning and its resumption
 
@@ -326,4 +326,4 @@ def without(tables: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
 
 def server_method(plan: Plan, layout: Layout) -> Method:
     """The method as the server needs it: only `merge` is called, and it sees only what is shared."""
-    return build_method(plan.run, plan.method, layout, len(plan.sites), ())
+    return merging_method(plan.run, plan.method, layout, len(plan.sites))

@@ -188,7 +188,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
 
 def summed_scores(trial: Trial, state: State, number: int) -> Scores:
     """The site's scores with its state after round `number`."""
-    scores = measure(trial, *models_in_use(trial, state, number)).scores
+    scores = measure(trial, models_in_use(trial, state, number)).scores
     rows = len(trial.workload.clients[0].test)
     sums = {name: v * rows for name, (value,) in scores.items() if (v := finite(value)) is not None}
     return {"rows": rows} | sums

@@ -72,10 +72,12 @@ class Classification(Task[TextRow, np.ndarray]):
             tokens, self.tokenizer.pad_token_id, {"labels": labels}, [len(client) for client in clients]
         )
 
-    def loss(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
+    def example_losses(
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
         logits = self.logits(model, common, personal, batch)
         losses = cross_entropy(logits, batch.tensors["labels"], reduction="none")
-        return losses.view(batch.clients, -1).mean(1)
+        return losses, torch.ones_like(losses)
 
     def logits(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
         inputs = {name: t for name, t in batch.tensors.items() if name != "labels"} | {

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -67,6 +67,9 @@ class PromptExamples(Examples):
     """Each example is a prompt with one of its targets; `prompts` are the rows' prompts alone, to be continued."""
 
     prompts: Encoded = field(kw_only=True)
+
+    def of(self, clients: Sequence[int]) -> Self:
+        return replace(super().of(clients), prompts=self.prompts.of(clients))
 
 
 class Generation(Task[PromptRow, Continuation]):
@@ -189,11 +192,12 @@ class Generation(Task[PromptRow, Continuation]):
 
     # --- loss and generation -----------------------------------------------------------------------------
 
-    def loss(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
-        """The mean over all target tokens of a client's examples: long targets weigh more, as in LoRA."""
+    def example_losses(
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """Weighed by the target's tokens: long targets weigh more, as in LoRA."""
         losses, counted = self.token_losses(model, common, personal, batch)
-        per_client = losses.view(batch.clients, -1).sum(1)
-        return per_client / counted.view(batch.clients, -1).sum(1)
+        return losses.sum(1), counted.sum(1)
 
     def token_losses(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch

@@ -193,11 +193,12 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
         )
         return start, end
 
-    def loss(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
-        """The mean over windows of the mean cross-entropy of start and end."""
-        return (
-            window_losses(*self.logits(model, common, personal, batch), batch).view(batch.clients, -1).mean(1)
-        )
+    def example_losses(
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """The mean cross-entropy of start and end; every window counts as one."""
+        losses = window_losses(*self.logits(model, common, personal, batch), batch)
+        return losses, torch.ones_like(losses)
 
     def predict(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, *, final: bool = False
@@ -215,11 +216,11 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
         windows = predict_rows(
             answer, common, personal, encoded, self.evaluation_batch, self.clients_per_pass
         )
-        places = [encoded.offsets[start:stop] for start, stop in zip(encoded.starts, encoded.starts[1:])]
+        places = [encoded.offsets[start:stop] for start, stop in encoded.spans]
         found = encoded.by_row([list(zip(*both)) for both in zip(windows, places)])
         return [
-            [self._answer(context, row) for context, row in zip(contexts, rows)]
-            for contexts, rows in zip(encoded.contexts, found)
+            [self._answer(context, row) for context, row in zip(encoded.contexts[k], rows)]
+            for k, rows in zip(encoded.clients, found)
         ]
 
     def _answer(self, context: str, windows: list[tuple[Window, np.ndarray]]) -> Answer:

@@ -1,0 +1,67 @@
+"""A lower level that finds its own size: `client_lr = "auto"`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from pf2lora.core.layout import Layout
+from pf2lora.core.method import Judge, Method, State, Surroundings
+
+AUTO: Literal["auto"] = "auto"
+ALPHA = 0.1  # α where it is not given: rather too large, as what is too large is taken back
+FIXED = 0.03  # α where there are no validation rows to take it back by
+LONGEST = 1.0  # a step of y, per number of it, in steps of x (AdamW's are about η per number)
+SIZES = (0.0, 0.5, 0.8, 1.0, 1.25, 1.6)  # what a client tries to multiply its adapter by
+
+
+@dataclass(frozen=True)
+class OwnSize(Method):
+    """`client_lr` is α, the rate of SGD on y, or "auto"."""
+
+    client_lr: float | Literal["auto"] = AUTO
+    personal_layout: Layout = Layout((), 0)
+
+    derived: ClassVar[frozenset[str]] = frozenset({"layout", "personal_layout"})
+    two_level: ClassVar[bool] = True
+
+    @classmethod
+    def set_up(cls, run: Surroundings, settings: Mapping[str, Any]) -> Self:
+        """Without validation rows there is nothing to find a size by."""
+        if settings.get("client_lr") == AUTO and not run.validated:
+            settings = dict(settings) | {"client_lr": FIXED}
+        return super().set_up(run, settings)
+
+    @property
+    def resizes(self) -> bool:
+        return self.client_lr == AUTO
+
+    @property
+    def rate(self) -> float:
+        return ALPHA if isinstance(self.client_lr, str) else self.client_lr
+
+    def longest(self, y: Tensor) -> Tensor | None:
+        if not self.resizes:
+            return None
+        return y.new_full((len(y), 1), LONGEST * self.lr * y.shape[1] ** 0.5)
+
+    def resize(self, s: State, judge: Judge) -> State:
+        """D ← λD with the λ whose loss on the validation rows is least; of equal ones the smallest. A client without
+        validation rows leaves D as it is."""
+        sized = self.sized(s.y)
+        best, y = judge(s.x, torch.where(sized, 0 * s.y, s.y)), torch.where(sized, 0 * s.y, s.y)
+        for size in SIZES[1:]:
+            tried = torch.where(sized, size * s.y, s.y)
+            loss = judge(s.x, tried)
+            better = (loss < best).unsqueeze(1)
+            best, y = torch.minimum(best, loss), torch.where(better, tried, y)
+        return s._replace(y=torch.where(best.isnan().unsqueeze(1), s.y, y))
+
+    def sized(self, y: Tensor) -> Tensor:
+        """Which numbers of y a size multiplies: one factor of D_kC_k, and what stands alone (a bias)."""
+        parts = [y.new_full((e.size,), e.kind != "C", dtype=torch.bool) for e in self.personal_layout.entries]
+        return torch.cat(parts) if parts else y.new_zeros(y.shape[1], dtype=torch.bool)

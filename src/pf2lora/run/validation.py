@@ -1,0 +1,31 @@
+"""What clients choose by: the loss of a model on rows that it was neither trained nor is tested on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pf2lora.core.method import Judge
+from pf2lora.engines.batches import Encoded
+from pf2lora.run.set_up import Trial
+
+
+def judge(trial: Trial, learners: Sequence[int], rows: Encoded | None) -> Judge:
+    """`(x, y) ↦` the learners' losses on their clients' `rows`: nan where a client has none, inf where the model's
+    outputs are no numbers."""
+    assert rows is not None
+    clients = [i % len(trial.workload.clients) for i in learners]
+    known = torch.tensor([size > 0 for size in rows.of(clients).sizes()])
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        found = trial.workload.task.mean_losses(trial.model, x, y, rows, clients)
+        return found.masked_fill(known.to(found.device) & ~torch.isfinite(found), torch.inf)
+
+    return losses
+
+
+def sampled_judge(trial: Trial, learners: Sequence[int]) -> Judge:
+    """On a sample of the validation rows: what is asked after every round must cost little beside it."""
+    return judge(trial, learners, trial.workload.validation_sample)
