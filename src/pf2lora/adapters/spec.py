@@ -28,7 +28,10 @@ class AdapterSpec:
         (), "layers to adapt: names, endings or patterns (default: query and value)"
     )
     head: str = setting("shared", "the task's head: shared, personal or frozen")
-    client_bias: bool = setting(False, "the client's own adapter has a bias for each of the head's outputs")
+    client_bias: bool | None = setting(
+        None,
+        "the client's own adapter has a bias for each of the head's outputs (default: with --client-lr auto)",
+    )
 
     def __post_init__(self) -> None:
         if self.rank < 1:

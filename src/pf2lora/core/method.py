@@ -22,7 +22,7 @@ Loss = Callable[[Tensor, Tensor, Any], Tensor]
 """`F(x, y, batch)`: each client's mean loss on its part of the batch, shape (M,)."""
 
 Judge = Callable[[Tensor, Tensor], Tensor]
-"""`(x, y) ↦` each client's loss `(M,)` on its validation rows: nan where it has none."""
+"""`(x, y) ↦` each client's losses `(M, n)` on its validation rows, nan behind the last one. Their mean is its loss."""
 
 Tree = TypeVar("Tree")
 
@@ -186,9 +186,9 @@ class Method(ABC):
         x = torch.cat([common.expand(s.x.shape[0], -1), s.x[:, self.layout.shared :]], dim=1)
         return s._replace(x=x)
 
-    def resize(self, s: State, judge: Judge) -> State:
+    def resize(self, s: State, judge: Judge, *, serving: bool = False) -> State:
         """What a client makes of its own state once the answer is in it, by its validation rows: before it trains on,
-        and before it is measured."""
+        and (`serving`) before it is used or measured."""
         return s
 
     def personal(self, F: Loss, s: State, batch: Any) -> tuple[Tensor, Tensor]:

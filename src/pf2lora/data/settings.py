@@ -19,7 +19,7 @@ class DataSettings:
     test_ratio: float = setting(0.2, "share of each client's rows to test on")
     validation: tuple[str, ...] = setting((), "validation files, named like the clients' files")
     validation_ratio: float = setting(
-        0.1, "share of each client's training rows to choose by, at most 500 rows; 0: none"
+        0.1, "share of each client's training rows to choose by, 20 to 500 rows; 0: none"
     )
     dataset: str | None = setting(None, "a data set that the task knows by name")
     data_dir: str | None = setting(

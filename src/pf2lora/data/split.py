@@ -13,6 +13,9 @@ from pf2lora.errors import UserError
 
 MINIMUM_ROWS = 4  # fewer cannot be split into something to learn from and something to be measured on
 MOST_VALIDATION_ROWS = 500  # more would tell a better choice hardly any better, and cost more to look at
+FEW_VALIDATION_ROWS = (
+    20  # a choice by fewer is an accident: a small client gives up to a fifth of its rows for them
+)
 
 T = TypeVar("T")
 Mask = NDArray[np.bool_]
@@ -66,7 +69,8 @@ def split_validation(
         raise UserError(f"the validation ratio is {ratio:g}; it must be 0 (none) or below 1, like 0.1")
     if ratio == 0 or len(rows) < 2:
         return list(rows), []
-    size = min(max(round(len(rows) * ratio), 1), len(rows) - 1, MOST_VALIDATION_ROWS)
+    enough = min(FEW_VALIDATION_ROWS, len(rows) // 5)
+    size = min(max(round(len(rows) * ratio), enough, 1), len(rows) - 1, MOST_VALIDATION_ROWS)
     return _separate(rows, draw_stratified(keys, size, rng))
 
 

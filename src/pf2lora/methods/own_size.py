@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from pf2lora.core.choice import gain
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Judge, Method, State, Surroundings
 
@@ -16,7 +17,8 @@ AUTO: Literal["auto"] = "auto"
 ALPHA = 0.1  # α where it is not given: rather too large, as what is too large is taken back
 FIXED = 0.03  # α where there are no validation rows to take it back by
 LONGEST = 1.0  # a step of y, per number of it, in steps of x (AdamW's are about η per number)
-SIZES = (0.0, 0.5, 0.8, 1.0, 1.25, 1.6)  # what a client tries to multiply its adapter by
+SIZES = (0.0, 0.6, 1.4)  # what a client tries to multiply its D by
+CAUTION = 0.5  # standard errors by which another size must be better
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,25 @@ class OwnSize(Method):
             return None
         return y.new_full((len(y), 1), LONGEST * self.lr * y.shape[1] ** 0.5)
 
-    def resize(self, s: State, judge: Judge) -> State:
-        """D ← λD with the λ whose loss on the validation rows is least; of equal ones the smallest. A client without
-        validation rows leaves D as it is."""
-        sized = self.sized(s.y)
-        best, y = judge(s.x, torch.where(sized, 0 * s.y, s.y)), torch.where(sized, 0 * s.y, s.y)
-        for size in SIZES[1:]:
-            tried = torch.where(sized, size * s.y, s.y)
-            loss = judge(s.x, tried)
-            better = (loss < best).unsqueeze(1)
-            best, y = torch.minimum(best, loss), torch.where(better, tried, y)
-        return s._replace(y=torch.where(best.isnan().unsqueeze(1), s.y, y))
+    def resize(self, s: State, judge: Judge, *, serving: bool = False) -> State:
+        """D ← λD with the λ whose loss on the validation rows is least, where that is more than an accident (few rows
+        say little). What is served is never worse on them than the common adapter alone."""
+        now = judge(s.x, s.y)
+        mean, y = now.nanmean(1), s.y
+        best = torch.zeros_like(mean)
+        for size in SIZES:
+            tried = torch.where(self.sized(s.y), size * s.y, s.y)
+            losses = judge(s.x, tried)
+            gained = gain(losses, now, CAUTION)
+            better = gained > best
+            best, mean = torch.where(better, gained, best), torch.where(better, losses.nanmean(1), mean)
+            y = torch.where(better.unsqueeze(1), tried, y)
+        if serving:
+            alone = torch.zeros_like(s.y)
+            y = torch.where((judge(s.x, alone).nanmean(1) < mean).unsqueeze(1), alone, y)
+        return s._replace(y=y)
 
     def sized(self, y: Tensor) -> Tensor:
-        """Which numbers of y a size multiplies: one factor of D_kC_k, and what stands alone (a bias)."""
-        parts = [y.new_full((e.size,), e.kind != "C", dtype=torch.bool) for e in self.personal_layout.entries]
+        """Which numbers of y a size multiplies: the D of D_kC_k. A bias of the head is too small a thing to do harm."""
+        parts = [y.new_full((e.size,), e.kind == "D", dtype=torch.bool) for e in self.personal_layout.entries]
         return torch.cat(parts) if parts else y.new_zeros(y.shape[1], dtype=torch.bool)

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pf2lora.core.choice import gain
 from pf2lora.core.method import State, moved, over_tensors, put, take
 from pf2lora.engines.local import Round, local_steps, passes
 from pf2lora.engines.stepper import make_stepper
-from pf2lora.run.evaluation import Models, models_in_use
+from pf2lora.run.evaluation import Models, finite, models_in_use
 from pf2lora.run.result import Choice
 from pf2lora.run.set_up import Trial
 from pf2lora.run.validation import judge
 
 SERVED, BEFORE, COMMON, PERSONAL = "served", "before_averaging", "common", "personal_steps"
+CAUTION = 1.0  # standard errors by which another model must be better than the one served
 PERSONAL_ROUNDS = 3  # how many rounds' worth of steps a client may try alone, unless the run says otherwise
 
 
@@ -31,47 +33,41 @@ def candidates(trial: Trial, done: Round, served: Models) -> Iterator[tuple[str,
 
 
 class Deployment:
-    """The best model of every learner so far, by validation loss; of equal ones the first. With `keep = "last"` only
-    the last round's are looked at."""
+    """What every learner would deploy: the model it is served after the last round, unless another one (of an earlier
+    round with `keep = "best"`) has a lower loss on its validation rows by more than the standard error of that."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
         self.learners = len(trial.seeds) * len(trial.workload.clients)
         self.judge = judge(trial, range(self.learners), trial.workload.validation)
-        self.loss: list[float] = [math.inf] * self.learners
-        self.chosen: list[tuple[str, int]] = [(SERVED, 0)] * self.learners
-        self.models: Models | None = None
+        self.best = Kept(self.learners)
         self.common: list[tuple[float, Tensor]] = []  # each seed's best common vector, with its mean loss
         self.last_round: dict[str, list[float]] = {}
 
-    def look(self, done: Round, offered: dict[str, Models], common: Tensor | None, *, last: bool) -> Tensor:
+    def look(self, done: Round, offered: dict[str, Models], common: Tensor | None) -> Tensor:
         """Judge a round's candidates; the losses of the served models `(learners,)` are returned. `common (seeds, P)`
         is what all clients share after it."""
         losses = {name: self.judge(*models).cpu() for name, models in offered.items()}
-        self.last_round = {name: found.tolist() for name, found in losses.items()}
-        if last or self.trial.workload.config.training.keep == "best":
-            for name, models in offered.items():
-                self.offer(name, done.number, losses[name], models)
-            if common is not None:
-                self.offer_common(common, losses.get(COMMON, losses[SERVED]))
-        if last:  # who has no validation rows is served the last round's model
-            without = [i for i, loss in enumerate(losses[SERVED].tolist()) if math.isnan(loss)]
-            self.take(without, SERVED, done.number, losses[SERVED], offered[SERVED])
-        return losses[SERVED]
+        self.last_round = {name: found.nanmean(1).tolist() for name, found in losses.items()}
+        if self.trial.workload.config.training.keep == "last":
+            self.best, self.common = Kept(self.learners), []
+        for name, models in offered.items():
+            self.best.offer(name, done.number, losses[name], models)
+        if common is not None:
+            self.offer_common(common, losses.get(COMMON, losses[SERVED]).nanmean(1))
+        self.served = Kept(self.learners)
+        self.served.offer(SERVED, done.number, losses[SERVED], offered[SERVED])
+        return losses[SERVED].nanmean(1)
 
-    def offer(self, name: str, number: int, losses: Tensor, models: Models) -> None:
-        """Whoever does better with this than with its best so far takes it."""
-        better = [i for i, loss in enumerate(losses.tolist()) if loss < self.loss[i]]
-        self.take(better, name, number, losses, models)
+    def choose(self) -> None:
+        """What is served, or the best of all where it is better by more than an accident."""
+        better = gain(self.best.losses, self.served.losses, CAUTION) > 0
+        self.served.take(better.nonzero().flatten().tolist(), self.best)
 
-    def take(self, learners: list[int], name: str, number: int, losses: Tensor, models: Models) -> None:
-        if self.models is None:
-            self.models = Models(*(t.detach().cpu().clone() for t in models))
-        rows = torch.tensor(learners, dtype=torch.long)
-        for own, new in zip(self.models, models):
-            own[rows] = new.detach()[rows.to(new.device)].cpu()
-        for i in learners:
-            self.loss[i], self.chosen[i] = float(losses[i]), (name, number)
+    @property
+    def models(self) -> Models:
+        assert self.served.models is not None
+        return self.served.models
 
     def offer_common(self, common: Tensor, losses: Tensor) -> None:
         """The common adapter is kept of the round with the least mean loss over the clients."""
@@ -91,23 +87,54 @@ class Deployment:
         rounds = PERSONAL_ROUNDS if steps is None else -(-steps // trial.schedule.steps)
         if not trial.method.federated or rounds == 0:
             return None
-        best = Deployment(trial)
-        for i, models in enumerate(alone(trial, state, done.number, rounds)):
-            best.offer(PERSONAL, done.number + i + 1, best.judge(*models).cpu(), models)
-        self.last_round[PERSONAL] = best.loss
-        assert best.models is not None
-        self.offer(PERSONAL, done.number, torch.tensor(best.loss), best.models)
-        return best.models
+        tried = Kept(self.learners)
+        for models in alone(trial, state, done.number, rounds):
+            tried.offer(PERSONAL, done.number, self.judge(*models).cpu(), models)
+        assert tried.models is not None
+        self.last_round[PERSONAL] = tried.losses.nanmean(1).tolist()
+        self.best.offer(PERSONAL, done.number, tried.losses, tried.models)
+        return tried.models
 
     def choices(self) -> list[Choice]:
         """Every learner's choice."""
+        chosen = self.served
         return [
             Choice(
-                *self.chosen[i],
-                self.loss[i] if math.isfinite(self.loss[i]) else None,
-                {n: loss[i] if math.isfinite(loss[i]) else None for n, loss in self.last_round.items()},
+                *which, finite(loss), {name: finite(losses[i]) for name, losses in self.last_round.items()}
             )
-            for i in range(self.learners)
+            for i, (which, loss) in enumerate(zip(chosen.which, chosen.losses.nanmean(1).tolist()))
+        ]
+
+
+class Kept:
+    """A model of every learner with its losses on the validation rows, on the host."""
+
+    def __init__(self, learners: int) -> None:
+        self.which: list[tuple[str, int]] = [(SERVED, 0)] * learners  # candidate and round
+        self.losses = torch.zeros(learners, 0, dtype=torch.float64)
+        self.models: Models | None = None
+
+    def offer(self, name: str, number: int, losses: Tensor, models: Models) -> None:
+        """Whoever does better with this than with what it has takes it; of equal ones the first."""
+        new = Kept(len(losses))
+        new.which, new.losses, new.models = [(name, number)] * len(losses), losses, models
+        if self.models is None:
+            self.which, self.losses = new.which, losses.clone()
+            self.models = Models(*(t.detach().cpu().clone() for t in models))
+            return
+        better = losses.nanmean(1) < self.losses.nanmean(1)
+        self.take(better.nonzero().flatten().tolist(), new)
+
+    def take(self, learners: list[int], other: Kept) -> None:
+        """These learners take the other's models."""
+        assert self.models is not None and other.models is not None
+        rows = torch.tensor(learners, dtype=torch.long)
+        self.losses[rows] = other.losses[rows]
+        for own, new in zip(self.models, other.models):
+            own[rows] = new.detach()[rows.to(new.device)].cpu()
+        chosen = set(learners)
+        self.which = [
+            new if i in chosen else own for i, (own, new) in enumerate(zip(self.which, other.which))
         ]
 
 

@@ -63,7 +63,7 @@ def models_in_use(trial: Trial, state: State, number: int, *, received: bool = T
             together = learners[i : i + per_pass]
             part = moved(take(state, together), trial.workload.device)
             if resizes:
-                part = method.resize(part, judge(trial, together, trial.workload.validation))
+                part = method.resize(part, judge(trial, together, trial.workload.validation), serving=True)
             batch = trial.source.draw(together, [next_batch] * len(together))
             found.append([t.to(common.device) for t in method.personal(trial.F, part, batch)])
         common, personal = (torch.cat(parts) for parts in zip(*found))

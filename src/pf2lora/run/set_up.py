@@ -103,7 +103,10 @@ def adapter_spec(config: Config, name: str) -> AdapterSpec:
     ranks = METHODS[name].adapter_ranks(
         config.adapter.rank, config.adapter.client_rank, method_table(config, name)
     )
-    bias = config.adapter.client_bias and METHODS[name].two_level
+    bias = config.adapter.client_bias
+    if bias is None:
+        bias = method_settings(config, name).get("client_lr") == "auto"
+    bias = bias and METHODS[name].two_level
     return replace(config.adapter, rank=ranks[0], client_rank=ranks[1], client_bias=bias)
 
 

@@ -141,11 +141,9 @@ def round_records(
     losses: Numbers | None = None
     if deployment is not None:
         common = common_vectors(trial, done) if trial.method.federated or trial.method.pooled else None
-        found = deployment.look(done, offered, common, last=last)
+        found = deployment.look(done, offered, common)
         losses = finite_numbers(found.tolist())
-        if not last and stopper.enough(found):
-            deployment.look(done, offered, common, last=True)
-            last = True
+        last = last or stopper.enough(found)
     watched.last = {
         name: measure(trial, models, final=last) for name, models in offered.items() if name in ROUND_POINTS
     }
@@ -167,8 +165,8 @@ def finish(
     for name, models in offered.items():
         if name not in watched.last:
             watched.last[name] = measure(trial, models)
-    assert deployment.models is not None
-    as_served = all(choice == (SERVED, done.number) for choice in deployment.chosen)
+    deployment.choose()
+    as_served = all(c.candidate == SERVED and c.round == done.number for c in deployment.choices())
     watched.deployed = watched.last[SERVED] if as_served else measure(trial, deployment.models, final=True)
 
 
@@ -241,7 +239,6 @@ def outcomes(
     if deployment is None:
         models = models_in_use(trial, done.served, done.number)
     else:
-        assert deployment.models is not None
         models = deployment.models
         common = [vector for _, vector in deployment.common] if shared else None
     flops = watched.steps.flops(trial.F, trial.source, trial.state, trial.workload.device)

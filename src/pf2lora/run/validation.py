@@ -13,15 +13,15 @@ from pf2lora.run.set_up import Trial
 
 
 def judge(trial: Trial, learners: Sequence[int], rows: Encoded | None) -> Judge:
-    """`(x, y) ↦` the learners' losses on their clients' `rows`: nan where a client has none, inf where the model's
-    outputs are no numbers."""
+    """`(x, y) ↦` the learners' losses on their clients' `rows`, inf where a model's outputs are no numbers."""
     assert rows is not None
     clients = [i % len(trial.workload.clients) for i in learners]
-    known = torch.tensor([size > 0 for size in rows.of(clients).sizes()])
+    sizes = torch.tensor(rows.of(clients).sizes()).unsqueeze(1)
 
     def losses(x: Tensor, y: Tensor) -> Tensor:
-        found = trial.workload.task.mean_losses(trial.model, x, y, rows, clients)
-        return found.masked_fill(known.to(found.device) & ~torch.isfinite(found), torch.inf)
+        found = trial.workload.task.losses(trial.model, x, y, rows, clients)
+        real = torch.arange(found.shape[1]) < sizes
+        return found.masked_fill(real.to(found.device) & ~torch.isfinite(found), torch.inf)
 
     return losses
 

@@ -17,7 +17,7 @@ from pf2lora.errors import UserError
 from pf2lora.run.config import Config
 from pf2lora.tasks.base import Task
 
-SAMPLE = 100  # validation rows of a client that are asked after every round
+SAMPLE = 64  # validation rows of a client that are asked after every round
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -63,27 +63,32 @@ class Task(ABC, Generic[Row, Prediction]):
         losses, weights = self.example_losses(model, common, personal, batch)
         return losses.view(batch.clients, -1).sum(1) / weights.view(batch.clients, -1).sum(1)
 
-    def mean_losses(
+    def losses(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, clients: Sequence[int]
     ) -> Tensor:
-        """The mean loss of K models `(K, P)`, `(K, Q)` on all rows of `clients`, one for each of them; nan where a
-        client has none."""
-        device = encoded.device
-        sums, weights = torch.zeros(2, len(clients), dtype=torch.float64, device=device)
-        rows = encoded.of(clients)
+        """The losses of K models `(K, P)`, `(K, Q)` on the examples of `clients`, one for each of them: `(K, n)`, the
+        longest example first, nan behind the last. Their mean is the mean loss, by the examples' weights."""
+        device, rows = encoded.device, encoded.of(clients)
+        shape = len(clients), max(rows.sizes(), default=0)
+        losses = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
+        weights = losses.clone()
+        filled = [0] * len(clients)
         with torch.no_grad():
             for together, index, real in evaluation_batches(
                 rows, self.evaluation_batch, self.clients_per_pass
             ):
                 at = torch.tensor(together)
                 x, y = (t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
-                batch = Batch(len(together), encoded.rows(index))
-                found = self.example_losses(model, x, y, batch)
-                filling = torch.arange(len(index) // len(together)) >= torch.tensor(real).unsqueeze(1)
-                for total, values in zip((sums, weights), found):
-                    kept = values.double().view(len(together), -1).masked_fill(filling.to(device), 0)
-                    total.index_add_(0, at.to(device), kept.sum(1))
-        return (sums / weights).to(common.device)
+                found = self.example_losses(model, x, y, Batch(len(together), encoded.rows(index)))
+                width, start = len(index) // len(together), filled[together[0]]
+                filling = torch.arange(width) >= torch.tensor(real).unsqueeze(1)
+                for whole, values in zip((losses, weights), found):
+                    part = values.double().view(len(together), -1).masked_fill(filling.to(device), torch.nan)
+                    whole[at.to(device), start : start + width] = part
+                for k in together:
+                    filled[k] += width
+        # Every example's loss times its weight, over the mean weight: the rows' mean is the weighted one.
+        return (losses / weights.nanmean(1, keepdim=True)).to(common.device)
 
     @abstractmethod
     def predict(
