@@ -1,0 +1,121 @@
+"""The runs of a preset, each method and seed by itself, so that what was interrupted goes on where it stopped.
+
+A run's folder has `result.json`, as docs/result.md describes it, and until it is complete `parts/METHOD-SEED.json`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pf2lora.atomic import write_json
+from pf2lora.errors import UserError
+from pf2lora.methods import METHODS
+from pf2lora.reproduce.preset import Run
+from pf2lora.run.comparison import Watcher, compare, prepare
+from pf2lora.run.config import Config, to_dict
+from pf2lora.run.result import FILE, MethodResult, Result, load_result
+from pf2lora.run.workload import Workload
+
+Tell = Callable[[str], None]
+PARTS = "parts"
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A run's data and model, loaded once and only if something is to be trained. `first` are prompts that come first
+    among a client's test rows, so that the examples shown are of them; scores do not depend on the order."""
+
+    config: Config
+    first: Sequence[str] = ()
+
+    def load(self) -> Workload:
+        workload = prepare(self.config)
+        if not self.first:
+            return workload
+        wanted = {_letters(prompt) for prompt in self.first}
+
+        def later(row: Any) -> bool:
+            return _letters(getattr(row, "prompt", "")) not in wanted
+
+        clients = [replace(client, test=sorted(client.test, key=later)) for client in workload.clients]
+        test = workload.task.encode([client.test for client in clients], training=False)
+        return replace(workload, clients=clients, test=test.to(workload.device))
+
+
+def _letters(text: str) -> str:
+    """What is left of a prompt whichever way it was tokenised."""
+    return re.sub(r"[\W_]", "", text.lower())
+
+
+def same_prompt(a: str, b: str) -> bool:
+    return _letters(a) == _letters(b)
+
+
+def execute(run: Run, folder: Path, tell: Tell, first: Sequence[str] = ()) -> Result:
+    """The result of a run: read where it is finished, else trained, each method and seed by itself."""
+    config = run.config
+    done = finished(folder / FILE, config)
+    if done is not None:
+        tell(f"{run.label}: {folder / FILE} has it already")
+        return done
+    loader, workload = Loader(config, first), None
+    parts: list[Result] = []
+    training = config.training
+    seeds = range(training.seed, training.seed + training.seeds)
+    for method, seed in product(training.method, seeds):
+        one = replace(config, training=replace(training, method=(method,), seed=seed, seeds=1))
+        file = folder / PARTS / f"{METHODS[method].name}-{seed}.json"
+        part = finished(file, one)
+        if part is None:
+            workload = workload or loader.load()
+            tell(f"{run.label}: {METHODS[method].label}, seed {seed}")
+            part = compare(one, Watcher(on_note=tell), replace(workload, config=one))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, part.to_dict())
+        else:
+            tell(f"{run.label}: {METHODS[method].label}, seed {seed} is there already")
+        parts.append(part)
+    result = together(parts, config, run.label)
+    write_json(folder / FILE, result.to_dict())
+    return result
+
+
+def finished(file: Path, config: Config) -> Result | None:
+    """The result in a file, where there is one of these settings; one of others is an error that says which."""
+    if not file.is_file():
+        return None
+    result = load_result(file)
+    if other := difference(result.config, to_dict(config)):
+        raise UserError(
+            f"{file} is of other settings ({other}): name another folder with --out, or replace it with --force"
+        )
+    return result
+
+
+def difference(then: Any, now: Any, place: str = "") -> str:
+    """The first setting in which two configs differ, with both values; nothing where they agree."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        keys = [key for key in {**then, **now} if (place, key) not in {("", "output")}]
+        inside = (difference(then.get(k), now.get(k), f"{place}.{k}" if place else k) for k in keys)
+        return next(filter(None, inside), "")
+    return "" if then == now else f"{place} was {then!r} and is {now!r}"
+
+
+def together(parts: Sequence[Result], config: Config, title: str) -> Result:
+    """One result from those of single methods and seeds; the examples are the first seed's."""
+    methods: dict[str, MethodResult] = {}
+    examples = {(e.client, e.prompt): replace(e, outputs={}) for e in parts[0].examples}
+    for part in parts:
+        for name, found in part.methods.items():
+            first = name not in methods
+            methods.setdefault(name, MethodResult(found.label, [])).runs.extend(found.runs)
+            for example in part.examples if first else ():
+                examples[example.client, example.prompt].outputs.update(example.outputs)
+    return replace(
+        parts[-1], title=title, config=to_dict(config), methods=methods, examples=list(examples.values())
+    )
