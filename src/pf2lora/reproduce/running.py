@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pf2lora.atomic import write_json
+from pf2lora.engines.local import NonFiniteLoss
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.reproduce.preset import Run
@@ -56,15 +57,17 @@ def same_prompt(a: str, b: str) -> bool:
     return _letters(a) == _letters(b)
 
 
-def execute(run: Run, folder: Path, tell: Tell, first: Sequence[str] = ()) -> Result:
-    """The result of a run: read where it is finished, else trained, each method and seed by itself."""
+def execute(run: Run, folder: Path, tell: Tell, first: Sequence[str] = ()) -> tuple[Result, list[str]]:
+    """The result of a run: read where it is finished, else trained, each method and seed by itself; and a line for each
+    that diverged, which is no reason to lose the others."""
     config = run.config
     done = finished(folder / FILE, config)
     if done is not None:
         tell(f"{run.label}: {folder / FILE} has it already")
-        return done
+        return done, []
     loader, workload = Loader(config, first), None
     parts: list[Result] = []
+    diverged: list[str] = []
     training = config.training
     seeds = range(training.seed, training.seed + training.seeds)
     for method, seed in product(training.method, seeds):
@@ -74,15 +77,23 @@ def execute(run: Run, folder: Path, tell: Tell, first: Sequence[str] = ()) -> Re
         if part is None:
             workload = workload or loader.load()
             tell(f"{run.label}: {METHODS[method].label}, seed {seed}")
-            part = compare(one, Watcher(on_note=tell), replace(workload, config=one))
+            try:
+                part = compare(one, Watcher(on_note=tell), replace(workload, config=one))
+            except NonFiniteLoss as error:
+                diverged.append(f"{run.label}: {METHODS[method].label}, seed {seed} diverged: {error}")
+                tell(diverged[-1])
+                continue
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, part.to_dict())
         else:
             tell(f"{run.label}: {METHODS[method].label}, seed {seed} is there already")
         parts.append(part)
+    if not parts:
+        raise UserError(f"{run.label}: every method diverged")
     result = together(parts, config, run.label)
-    write_json(folder / FILE, result.to_dict())
-    return result
+    if not diverged:
+        write_json(folder / FILE, result.to_dict())
+    return result, diverged
 
 
 def finished(file: Path, config: Config) -> Result | None:
