@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pf2lora.atomic import write_json, write_text
-from pf2lora.cli.options import choices, with_settings
+from pf2lora.cli.options import Choice, choices, with_settings
 from pf2lora.errors import UserError
 from pf2lora.reproduce.preset import Preset, to_toml
 from pf2lora.reproduce.presets import load_preset
@@ -67,19 +69,27 @@ def command_for(name: str) -> Callable[..., None]:
     return with_settings(command, _given())
 
 
-def run_file(
-    file: Annotated[str, typer.Argument(help="A preset of your own: an edited copy of one.")],
-    only: Only = None,
-    out: Out = None,
-    grid: Search = False,
-    force: Force = False,
-    print_config: PrintConfig = False,
-) -> None:
-    """A preset from a file."""
-    execute(file, {}, only or [], out, grid, force, print_config)
+def command_for_files() -> Callable[..., None]:
+    """The command of a path: a preset of the user's own."""
+
+    def command(
+        settings: dict[str, Any],
+        file: str,
+        only: Only = None,
+        out: Out = None,
+        grid: Search = False,
+        force: Force = False,
+        print_config: PrintConfig = False,
+    ) -> None:
+        """A preset from a file."""
+        execute(file, settings, only or [], out, grid, force, print_config)
+
+    hint = Annotated[str, typer.Argument(help="A preset of your own: an edited copy of one.")]
+    file = inspect.Parameter("file", inspect.Parameter.KEYWORD_ONLY, annotation=hint)
+    return with_settings(command, _given(), file)
 
 
-def _given() -> list[Any]:
+def _given() -> list[Choice]:
     known = choices()
     return [known[name] for name in SETTINGS]
 
@@ -126,8 +136,6 @@ def claim(folder: Path, preset: Preset, force: bool) -> None:
 
 def find(preset: Preset, folder: Path, grid: bool, model: str | None) -> list[Finding]:
     """Every run of the preset, one after the other."""
-    from dataclasses import replace
-
     from pf2lora.reproduce.grid import search, with_rates
     from pf2lora.reproduce.running import execute as execute_run
     from pf2lora.reproduce.tables import Finding

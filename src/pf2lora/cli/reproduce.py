@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from pf2lora.cli.presets import command_for, run_file
+from pf2lora.cli.options import ListCommand
+from pf2lora.cli.presets import command_for, command_for_files
 from pf2lora.cli.synthetic import synthetic, theorem
 from pf2lora.errors import unknown
 from pf2lora.reproduce.presets import load_preset, preset_names, title_of
@@ -78,5 +79,5 @@ def reproduce(
 app.command("synthetic")(synthetic)
 app.command("theorem")(theorem)
 for _name in preset_names():
-    app.command(_name, help=title_of(_name))(command_for(_name))
-app.command(FILE, hidden=True)(run_file)
+    app.command(_name, cls=ListCommand, help=title_of(_name))(command_for(_name))
+app.command(FILE, cls=ListCommand, hidden=True)(command_for_files())

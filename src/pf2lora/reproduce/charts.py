@@ -77,9 +77,12 @@ def draw_bars(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> No
         axes.set_xticks(range(len(group)), [finding.run.label for finding, _ in group])
         axes.set_ylabel(quantity.label)
         if shown and quantity.times == 100 and min(shown) > 0:
-            axes.set_ylim(max(0, min(shown) - 8), min(101, max(shown) + 3))  # differences are what it is about
+            axes.set_ylim(
+                max(0, min(shown) - 8), min(101, max(shown) + 3)
+            )  # differences are what it is about
         plain(axes)
-    _legend(figure, names, bars=True)
+    two = any(row.before for _, group in groups.values() for _, rows in group for row in rows)
+    _legend(figure, names, "bars at two points" if two else "bars")
 
 
 def _bar(axes: Any, row: Row, x: float, width: float, quantity: Quantity, shade: str) -> list[float]:
@@ -121,7 +124,7 @@ def draw_lines(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> N
         axes.set_title(of, loc="left")
         axes.set(xlabel=preset.axis, ylabel=quantity.label, xscale="log" if spread else "linear")
         plain(axes)
-    _legend(figure, names, bars=False)
+    _legend(figure, names, "lines")
 
 
 def _mean(row: Row) -> float:
@@ -146,21 +149,24 @@ def draw_losses(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> 
         for axes, label in zip(pair, ("training loss", "training perplexity")):
             axes.set(xlabel="round", ylabel=f"{finding.run.label}: {label}", yscale="log")
             plain(axes)
-    _legend(figure, names, bars=None)
+    _legend(figure, names, "losses")
 
 
-def _legend(figure: Figure, names: Sequence[str], bars: bool | None) -> None:
+def _legend(figure: Figure, names: Sequence[str], kind: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     labels = [METHODS[name].label if name in METHODS else name for name in names]
     handles: list[Any] = [Patch(color=colour(i), label=label) for i, label in enumerate(labels)]
-    if bars:
+    if kind.startswith("bars"):
         handles.append(Line2D([], [], color=INK, linewidth=1.6, label="the paper"))
+    if kind == "bars at two points":
         circle: Any = {"marker": "o", "markersize": 3.5, "linestyle": "", "markeredgecolor": INK}
         handles.append(Line2D([], [], color="white", label="before averaging", **circle))
-    elif bars is False:
-        handles.append(Line2D([], [], color=INK, marker="D", markersize=3, linestyle=DASHED, label="the paper"))
+    if kind == "lines":
+        handles.append(
+            Line2D([], [], color=INK, marker="D", markersize=3, linestyle=DASHED, label="the paper")
+        )
     figure.legend(handles=handles, loc="outside lower left", ncols=4, frameon=False)
 
 

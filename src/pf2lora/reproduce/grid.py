@@ -77,7 +77,9 @@ def search(grid: Grid, run: Run, folder: Path, tell: Tell) -> list[Search]:
             workload.append(Loader(config).load())
         shown = ", ".join(f"{name} {value:g}" for name, value in rates.items())
         found = attempt(config, method, rates, workload[0])
-        tell(f"{run.label}: {METHODS[method].label} with {shown}: {'broke off' if found is None else f'{found:.4f}'}")
+        tell(
+            f"{run.label}: {METHODS[method].label} with {shown}: {'broke off' if found is None else f'{found:.4f}'}"
+        )
         tried.add(method, Try(rates, found))
         return found
 
@@ -90,7 +92,9 @@ def search_method(
     """A method's tries: the grid for its first rate, then for its second, or between the neighbours of the best."""
     names = grid.rates_of(method)
     table = config.methods.get(method, {})
-    start = {name: _rate(table.get(name, getattr(config.training, name, None)), method, name) for name in names}
+    start = {
+        name: _rate(table.get(name, getattr(config.training, name, None)), method, name) for name in names
+    }
     tries = [Try(rates, score(method, rates)) for v in grid.values if (rates := start | {names[0]: v})]
     best = _best(tries, start)
     if len(names) > 1:
@@ -103,7 +107,9 @@ def search_method(
 
 def _rate(value: Any, method: str, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"[methods.{method}]: {name} must be a number for the grid to begin with, not {value!r}")
+        raise UserError(
+            f"[methods.{method}]: {name} must be a number for the grid to begin with, not {value!r}"
+        )
     return float(value)
 
 

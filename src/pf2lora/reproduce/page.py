@@ -54,7 +54,9 @@ def setting_lines(paper: Preset, findings: Sequence[Finding]) -> list[str]:
         for line in (made_with(finding), *(f"changed: {line}" for line in changed)):
             lines.setdefault(line, []).append(finding.run.label)
     every = len(findings)
-    return [line if len(labels) == every else f"{', '.join(labels)}: {line}" for line, labels in lines.items()]
+    return [
+        line if len(labels) == every else f"{', '.join(labels)}: {line}" for line, labels in lines.items()
+    ]
 
 
 def made_with(finding: Finding) -> str:

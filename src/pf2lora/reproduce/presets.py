@@ -97,7 +97,9 @@ def parse(name: str, content: Mapping[str, Any], where: str) -> Preset:
         figure,
         _get(content, "axis", str, where, ""),
         _grid(content, where),
-        tuple(_example(e, f"{where}, [[examples]] {i}") for i, e in enumerate(content.get("examples", []), 1)),
+        tuple(
+            _example(e, f"{where}, [[examples]] {i}") for i, e in enumerate(content.get("examples", []), 1)
+        ),
     )
 
 

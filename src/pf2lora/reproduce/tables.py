@@ -82,7 +82,9 @@ OF_RUN: dict[str, Callable[[SeedRun], float | None]] = {
 }
 QUANTITIES = {
     "parameters": Quantity("trainable parameters", lambda v: f"{v / 1e6:.2f}M" if v > 1e4 else f"{v:.0f}"),
-    "sent_parameters": Quantity("numbers sent a round", lambda v: f"{v / 1e6:.2f}M" if v > 1e4 else f"{v:.0f}"),
+    "sent_parameters": Quantity(
+        "numbers sent a round", lambda v: f"{v / 1e6:.2f}M" if v > 1e4 else f"{v:.0f}"
+    ),
     "tflops": Quantity("TFLOP a round", lambda v: f"{v:.2f}" if v >= 0.01 else f"{v:.2g}"),
     "tflops_ratio": Quantity("operations, HOMLoRA = 1", lambda v: f"{v:.2f}"),
     "training_loss": Quantity("training loss, last round", lambda v: f"{v:.3f}"),
