@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny_tasks import byte_tokenizer, saved, word_tokenizer
@@ -96,7 +97,9 @@ def write_squad(root: Path) -> None:
         for k in range(6):
             context = f"{WORDS[k]} river cloud"
             found = [{"text": WORDS[k], "answer_start": 0}]
-            asked = [{"id": f"{k}-{i}", "question": "where is the key ?", "answers": found} for i in range(6)]
+            asked: list[dict[str, Any]] = [
+                {"id": f"{k}-{i}", "question": "where is the key ?", "answers": found} for i in range(6)
+            ]
             if version == "v2.0":
                 asked[0] |= {"answers": [], "is_impossible": True}
             topics.append({"title": f"topic {k}", "paragraphs": [{"context": context, "qas": asked}]})

@@ -183,8 +183,8 @@ def show(paper: Preset, preset: Preset, findings: list[Finding], folder: Path) -
     notes += [line for finding in findings for line in finding.diverged]
     for note in notes:
         console.print(escape(note), style="dim", soft_wrap=True)
-    for line in page.example_lines(preset, findings):
-        console.print(escape(line.replace("**", "")), soft_wrap=True)
+    for text in page.example_lines(preset, findings):
+        console.print(escape(text.replace("**", "")), soft_wrap=True)
     figures = charts.draw(preset, findings, folder)
     written = [folder / f"{preset.name}.json", folder / f"{preset.name}.md"]
     write_json(written[0], page.to_json(paper, preset, findings))

@@ -48,10 +48,9 @@ def setting_lines(paper: Preset, findings: Sequence[Finding]) -> list[str]:
     originals = {run.name: run for run in paper.runs}
     lines: dict[str, list[str]] = {}
     for finding in findings:
-        if finding.result is None:
-            continue
+        made = [made_with(finding)] if finding.result is not None else []
         changed = changes(originals[finding.run.name], finding.run)
-        for line in (made_with(finding), *(f"changed: {line}" for line in changed)):
+        for line in (*made, *(f"changed: {line}" for line in changed)):
             lines.setdefault(line, []).append(finding.run.label)
     every = len(findings)
     return [
