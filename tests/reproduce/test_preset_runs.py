@@ -6,22 +6,31 @@ import gc
 import json
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from paper_world import write_world
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
+from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.cli.reproduce import app
+from pf2lora.engines.batches import Batch
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.reproduce.grid import between
 from pf2lora.reproduce.presets import load_preset, preset_names
 from pf2lora.reproduce.running import same_prompt
+from pf2lora.reproduce.shapes import count, shape_of
 from pf2lora.run import comparison
 from pf2lora.run.config import from_dict
+from pf2lora.run.costs import flops_of_step
 from pf2lora.run.result import load_result
+from pf2lora.run.set_up import adapter_spec, build_method
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = {"beams = 10": "beams = 1", "max_new_tokens = 64": "max_new_tokens = 2"}
@@ -267,3 +276,29 @@ def test_a_model_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="could not be fetched") as caught:
         reproduce("e2e-gpt2-medium", "--data-dir", write_world(tmp_path) / "data", "--out", tmp_path / "out")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["exact", "difference"])
+def test_a_model_without_weights_counts_as_one_with_them(mode: str) -> None:
+    run = load_preset("costs").runs[0]
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    run = replace(run, shape=run.shape | small | {"vocab_size": 50}, length=12)
+    training = replace(run.config.training, hypergradient_mode=mode, batch_size=2)
+    config = replace(run.config, training=training, adapter=replace(run.config.adapter, head="frozen"))
+    run = replace(run, config=config)
+    counted = count(run)["tflops"]
+    for name in config.training.method:
+        clients = 1 if METHODS[name].pooled else 8
+        torch.manual_seed(0)
+        base = AutoModelForSequenceClassification.from_config(shape_of(run))
+        model = TwoLevelModel(base, adapter_spec(config, name))
+        method = build_method(config, name, model.common_layout, 1, (0,))
+        size = method.batch_size(2, 8)
+        batch = Batch(1, {"input_ids": torch.full((size, 12), 7)}, full=True)
+
+        def F(x: Tensor, y: Tensor, batch: Batch, model: TwoLevelModel = model) -> Tensor:
+            return model(x, y, attention_mask=None, **batch.tensors).logits.square().mean().view(1)
+
+        state = method.init(*model.initial(0, ["one"]))
+        step = flops_of_step(method, F, state, [batch] * method.draws)
+        assert counted[name] * 1e12 == pytest.approx(step * 10 * clients)

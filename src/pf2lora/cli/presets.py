@@ -6,6 +6,7 @@ import inspect
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,6 +90,7 @@ def command_for_files() -> Callable[..., None]:
     return with_settings(command, _given(), file)
 
 
+@cache
 def _given() -> list[Choice]:
     known = choices()
     return [known[name] for name in SETTINGS]

@@ -35,16 +35,13 @@ class Reproductions(TyperGroup):
 app = typer.Typer(help="The paper's tables and figures.", no_args_is_help=True, cls=Reproductions)
 
 
-def list_reproductions(show: bool) -> None:
-    if not show:
-        return
+def print_list() -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "what", "in the paper", "needs"):
         table.add_column(column, overflow="fold")
     for row in listed():
         table.add_row(*row)
     Console().print(table, highlight=False, markup=False)
-    raise typer.Exit
 
 
 def listed() -> list[tuple[str, str, str, str]]:
@@ -61,19 +58,16 @@ def listed() -> list[tuple[str, str, str, str]]:
     return found
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def reproduce(
     show: Annotated[
-        bool,
-        typer.Option(
-            "--list",
-            callback=list_reproductions,
-            is_eager=True,
-            help="What can be reproduced, and what each needs.",
-        ),
+        bool, typer.Option("--list", help="What can be reproduced, and what each needs.")
     ] = False,
 ) -> None:
     """The paper's tables and figures. [bold]pf2lora reproduce --list[/bold] says what each needs."""
+    if show:
+        print_list()
+        raise typer.Exit
 
 
 app.command("synthetic")(synthetic)
