@@ -134,7 +134,9 @@ def test_another_models_shape_is_counted(world: Path, tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "parameters.json").read_text())["rows"]
     common = 2 * 2 * 16 * 8  # query and value of one layer, A and B, width 16, rank 8
     assert {r["served"]["mean"] for r in rows if r["method"] == "homlora"} == {common}
-    assert "classifier" in (tmp_path / "parameters.md").read_text()
+    page = (tmp_path / "parameters.md").read_text()
+    assert page.startswith("# Trainable parameters, with ")
+    assert "/classifier in place of roberta-base" in page.splitlines()[0]
 
 
 def test_the_examples_are_of_the_papers_prompts(world: Path, tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ def show(paper: Preset, preset: Preset, findings: list[Finding], folder: Path) -
     from pf2lora.reproduce import charts, page, tables
 
     console = Console(highlight=False)
-    console.print(f"[bold]{escape(preset.title)}[/bold]: {escape(preset.source)}", soft_wrap=True)
+    title = page.heading(paper, preset)
+    console.print(f"[bold]{escape(title)}[/bold]: {escape(preset.source)}", soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     names = tables.head(findings)
     for i, name in enumerate(names):
@@ -187,7 +188,7 @@ def show(paper: Preset, preset: Preset, findings: list[Finding], folder: Path) -
         console.print(escape(note), style="dim", soft_wrap=True)
     for text in page.example_lines(preset, findings):
         console.print(escape(text.replace("**", "")), soft_wrap=True)
-    figures = charts.draw(preset, findings, folder)
+    figures = charts.draw(preset, findings, folder, title)
     written = [folder / f"{preset.name}.json", folder / f"{preset.name}.md"]
     write_json(written[0], page.to_json(paper, preset, findings))
     write_text(written[1], page.markdown(paper, preset, findings, [file.name for file in figures]))

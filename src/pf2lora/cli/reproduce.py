@@ -51,7 +51,8 @@ def listed() -> list[tuple[str, str, str, str]]:
         name, about = command.name or "", inspect.getdoc(command.callback) or ""
         if name in preset_names():
             preset = load_preset(name)
-            found.append((name, preset.title, preset.source.partition(";")[0], "; ".join(preset.needs)))
+            place = preset.source.partition(" (")[0]  # the label in the paper's source is in the docs
+            found.append((name, preset.title, place, "; ".join(preset.needs)))
         elif name != FILE:
             place, _, what = about.splitlines()[0].rstrip(".").partition(": ")
             found.append((name, what or place, place if what else "", SMALL))

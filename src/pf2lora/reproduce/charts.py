@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ONE_AXIS = {"accuracy", "matthews"}  # metrics of one scale: a table's data sets side by side
 
 
-def draw(preset: Preset, findings: Sequence[Finding], folder: Path) -> list[Path]:
+def draw(preset: Preset, findings: Sequence[Finding], folder: Path, title: str) -> list[Path]:
     """The preset's figure as SVG and PNG; none where it has none."""
     if preset.figure == "none":
         return []
@@ -32,7 +32,7 @@ def draw(preset: Preset, findings: Sequence[Finding], folder: Path) -> list[Path
     with mpl.rc_context(STYLE):
         figure = Figure(layout="constrained")
         FIGURES[preset.figure](figure, preset, findings)
-        figure.suptitle(preset.title, x=0.01, ha="left", fontweight="bold")
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
         return save(figure, folder, preset.name)
 
 
@@ -42,8 +42,10 @@ def methods_of(findings: Sequence[Finding]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def colour(i: int) -> str:
-    return PALETTE[i % len(PALETTE)]
+def colour(method: str) -> str:
+    """A method has the same colour in every figure; one of another package's is grey."""
+    own = list(METHODS.own)
+    return PALETTE[own.index(method) % len(PALETTE)] if method in own else PALETTE[-1]
 
 
 def panels(findings: Sequence[Finding]) -> dict[str, tuple[Quantity, list[tuple[Finding, list[Row]]]]]:
@@ -68,38 +70,30 @@ def draw_bars(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> No
     figure.set_size_inches(max(6.5, 1.6 + 0.28 * len(names) * len(findings)), 0.9 + 2.6 * len(groups))
     every = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
     for axes, (quantity, group) in zip(every, groups.values()):
-        shown: list[float] = []
         width = 0.8 / len(names)
         for at, (_, rows) in enumerate(group):
             for row in rows:
                 x = at + (names.index(row.method) - (len(names) - 1) / 2) * width
-                shown += _bar(axes, row, x, width, quantity, colour(names.index(row.method)))
+                _bar(axes, row, x, width, quantity, colour(row.method))
         axes.set_xticks(range(len(group)), [finding.run.label for finding, _ in group])
         axes.set_ylabel(quantity.label)
-        if shown and quantity.times == 100 and min(shown) > 0:
-            axes.set_ylim(
-                max(0, min(shown) - 8), min(101, max(shown) + 3)
-            )  # differences are what it is about
         plain(axes)
     two = any(row.before for _, group in groups.values() for _, rows in group for row in rows)
     _legend(figure, names, "bars at two points" if two else "bars")
 
 
-def _bar(axes: Any, row: Row, x: float, width: float, quantity: Quantity, shade: str) -> list[float]:
-    """One method's bar and marks; the values that were drawn."""
-    drawn = []
+def _bar(axes: Any, row: Row, x: float, width: float, quantity: Quantity, shade: str) -> None:
+    """One method's bar and marks."""
     if row.served is not None:
         value, deviation = row.served.mean * quantity.times, row.served.deviation
         error = None if deviation is None else deviation * quantity.times
         axes.bar(x, value, 0.92 * width, color=shade, yerr=error, error_kw={"elinewidth": 0.8, "ecolor": INK})
-        drawn.append(value)
     if row.before is not None:
-        drawn.append(row.before.mean * quantity.times)
-        axes.plot([x], drawn[-1:], marker="o", markersize=3.5, color="white", markeredgecolor=INK)
+        value = row.before.mean * quantity.times
+        axes.plot([x], [value], marker="o", markersize=3.5, color="white", markeredgecolor=INK)
     if row.paper is not None:
-        drawn.append(row.paper * quantity.times)
-        axes.plot([x - 0.46 * width, x + 0.46 * width], [drawn[-1]] * 2, color=INK, linewidth=1.6)
-    return drawn
+        value = row.paper * quantity.times
+        axes.plot([x - 0.46 * width, x + 0.46 * width], [value, value], color=INK, linewidth=1.6)
 
 
 def draw_lines(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> None:
@@ -113,14 +107,14 @@ def draw_lines(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> N
     for axes, of in zip(every, series):
         found = [(f, row) for f in findings if f.run.of == of for row in tables.rows(f)]
         quantity = tables.quantity_of(found[0][1].quantity, found[0][0])
-        for i, name in enumerate(names):
+        for name in names:
             mine = [(f.run.at or 0.0, row) for f, row in found if row.method == name]
             mine = sorted((p for p in mine if p[1].quantity == found[0][1].quantity), key=lambda p: p[0])
             at = [x for x, _ in mine]
             ours = [_mean(row) * quantity.times for _, row in mine]
             theirs = [math.nan if r.paper is None else r.paper * quantity.times for _, r in mine]
-            axes.plot(at, ours, color=colour(i), marker="o", markersize=4, linewidth=1.5)
-            axes.plot(at, theirs, color=colour(i), marker="D", markersize=3, linewidth=1, linestyle=DASHED)
+            axes.plot(at, ours, color=colour(name), marker="o", markersize=4, linewidth=1.5)
+            axes.plot(at, theirs, color=colour(name), marker="D", markersize=3, linewidth=1, linestyle=DASHED)
         axes.set_title(of, loc="left")
         axes.set(xlabel=preset.axis, ylabel=quantity.label, xscale="log" if spread else "linear")
         plain(axes)
@@ -138,14 +132,14 @@ def draw_losses(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> 
     grid = figure.subplots(len(findings), 2, squeeze=False)
     for pair, finding in zip(grid, findings):
         assert finding.result is not None
-        for i, name in enumerate(names):
+        for name in names:
             if name not in finding.result.methods:
                 continue
             for run in finding.result.methods[name].runs:
                 losses = np.array([math.nan if v is None else v for v in tables.mean_losses(run)])
                 rounds = [record.round for record in run.rounds]
                 for axes, values in zip(pair, (losses, np.exp(losses))):
-                    axes.plot(rounds, values, color=colour(i), linewidth=1.2)
+                    axes.plot(rounds, values, color=colour(name), linewidth=1.2)
         for axes, label in zip(pair, ("training loss", "training perplexity")):
             axes.set(xlabel="round", ylabel=f"{finding.run.label}: {label}", yscale="log")
             plain(axes)
@@ -156,8 +150,8 @@ def _legend(figure: Figure, names: Sequence[str], kind: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    labels = [METHODS[name].label if name in METHODS else name for name in names]
-    handles: list[Any] = [Patch(color=colour(i), label=label) for i, label in enumerate(labels)]
+    labels = {name: METHODS[name].label if name in METHODS else name for name in names}
+    handles: list[Any] = [Patch(color=colour(name), label=label) for name, label in labels.items()]
     if kind.startswith("bars"):
         handles.append(Line2D([], [], color=INK, linewidth=1.6, label="the paper"))
     if kind == "bars at two points":

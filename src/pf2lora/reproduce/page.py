@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from pf2lora.methods import METHODS
@@ -15,7 +16,6 @@ from pf2lora.run.config import Config, to_dict
 
 # Settings that say where and how a run was made, not what of the paper was changed.
 BESIDE = {"model.device", "data.data_dir", "training.seed", "training.seeds", "training.evaluate_every"}
-RATES = "rates"
 
 
 def changes(paper: Run, run: Run) -> list[str]:
@@ -41,6 +41,20 @@ def _value(value: Any) -> str:
     if value is None:
         return "none"
     return ", ".join(map(str, value)) if isinstance(value, list) else f"{value}"
+
+
+def heading(paper: Preset, preset: Preset) -> str:
+    """The title, which names a model that stands in for the paper's."""
+    models = dict.fromkeys(
+        (a.config.model.name, b.config.model.name) for a, b in zip(paper.runs, preset.runs)
+    )
+    swaps = [f"{_short(now)} in place of {then}" for then, now in models if then != now]
+    return f"{preset.title}, with {' and '.join(swaps)}" if swaps else preset.title
+
+
+def _short(model: str) -> str:
+    """A folder by its last two names."""
+    return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else model
 
 
 def setting_lines(paper: Preset, findings: Sequence[Finding]) -> list[str]:
@@ -99,7 +113,7 @@ def example_lines(preset: Preset, findings: Sequence[Finding]) -> list[str]:
 
 def markdown(paper: Preset, preset: Preset, findings: Sequence[Finding], figures: Sequence[str]) -> str:
     """The page."""
-    parts = [f"# {preset.title}", f"{preset.source}. `pf2lora reproduce {preset.name}`"]
+    parts = [f"# {heading(paper, preset)}", f"{preset.source}. `pf2lora reproduce {preset.name}`"]
     parts.append(_table(tables.head(findings), tables.cells(findings)))
     parts += [f"![{preset.title}]({figure})" for figure in figures if figure.endswith(".svg")]
     parts.append(_list(setting_lines(paper, findings)))
@@ -129,7 +143,7 @@ def to_json(paper: Preset, preset: Preset, findings: Sequence[Finding]) -> dict[
     """Everything, for programs: scores are fractions, as in result.json."""
     return {
         "preset": preset.name,
-        "title": preset.title,
+        "title": heading(paper, preset),
         "source": preset.source,
         "notes": list(preset.notes),
         "settings": setting_lines(paper, findings),
