@@ -22,14 +22,15 @@ from pf2lora.cli.reproduce import app
 from pf2lora.engines.batches import Batch
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
+from pf2lora.reproduce import grid, running
 from pf2lora.reproduce.grid import between
 from pf2lora.reproduce.presets import load_preset, preset_names
 from pf2lora.reproduce.running import same_prompt
 from pf2lora.reproduce.shapes import count, shape_of
 from pf2lora.run import comparison
-from pf2lora.run.config import from_dict
+from pf2lora.run.config import Config, from_dict
 from pf2lora.run.costs import flops_of_step
-from pf2lora.run.result import load_result
+from pf2lora.run.result import Result, load_result
 from pf2lora.run.set_up import adapter_spec, build_method
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,41 +156,38 @@ def test_an_interrupted_reproduction_goes_on(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = ("bilevel", *tiny(world, "bilevel"), "--only", "cola", "--only", "mnli", "--out", tmp_path)
-    trained: list[tuple[str, int]] = []
-    run_one, killed = comparison.run_one, [3]
+    trained: list[str] = []
+    compare, killed = running.compare, [1]
 
-    def watched(workload: Any, asked: str, seed: int, watcher: Any) -> Any:
+    def watched(config: Config, *rest: Any) -> Result:
         if len(trained) in killed:
             killed.clear()
             raise KeyboardInterrupt
-        trained.append((asked, seed))
-        return run_one(workload, asked, seed, watcher)
+        trained.extend(config.training.method)
+        return compare(config, *rest)
 
-    monkeypatch.setattr(comparison, "run_one", watched)
+    monkeypatch.setattr(running, "compare", watched)
     done = CliRunner().invoke(app, [*map(str, args), "--seeds", "2"])
-    assert done.exit_code != 0 and len(trained) == 3
+    assert done.exit_code != 0 and trained == ["pf2lora"]
     reproduce(*args, "--seeds", 2)
-    assert trained[3:] == [
-        ("pf2lora-joint", 1),
-        *((m, s) for m in ("pf2lora", "pf2lora-joint") for s in (0, 1)),
-    ]
+    assert trained[1:] == ["pf2lora-joint", "pf2lora", "pf2lora-joint"]
     first = json.loads((tmp_path / "bilevel.json").read_text())
     assert first["rows"][0]["served"]["count"] == 2
     assert [run.seed for run in load_result(tmp_path / "cola").methods["pf2lora"].runs] == [0, 1]
 
     again = reproduce(*args, "--seeds", 2)
-    assert len(trained) == 8 and json.loads((tmp_path / "bilevel.json").read_text()) == first
+    assert len(trained) == 4 and json.loads((tmp_path / "bilevel.json").read_text()) == first
     assert "±" in again
     with pytest.raises(
         UserError, match=r"result\.json is of other settings \(training\.seeds was 2 and is 1\)"
     ):
         reproduce(*args)
     reproduce(*args, "--force")
-    assert len(trained) == 12
+    assert len(trained) == 8
 
 
 def test_it_is_as_one_comparison_would_be(world: Path, tmp_path: Path) -> None:
-    """Methods and seeds by themselves give what `pf2lora compare` gives for all of them."""
+    """Methods by themselves give what `pf2lora compare` gives for all of them."""
     flags = [*tiny(world, "bilevel"), "--only", "cola", "--seeds", 2]
     config = from_dict(tomllib.loads(reproduce("bilevel", *flags, "--print-config")))
     expected = comparison.compare(config)
@@ -239,7 +237,8 @@ def test_the_grid_gives_every_method_as_many_tries(
         assert run["config"]["methods"][search["method"]].items() >= best["rates"].items()
     assert "best of 4 tries" in shown
 
-    monkeypatch.setattr(comparison, "run_one", lambda *a: pytest.fail("it was tried already"))
+    for room in (grid, running):
+        monkeypatch.setattr(room, "compare", lambda *a: pytest.fail("it was tried already"))
     reproduce(*args, "--out", tmp_path)
     with pytest.raises(UserError, match="bilevel has no grid"):
         reproduce("bilevel", *tiny(world, "bilevel"), "--grid", "--out", tmp_path / "other")

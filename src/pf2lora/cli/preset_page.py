@@ -34,8 +34,8 @@ pf2lora reproduce glue-roberta-base --only cola --grid         # rates searched 
   not say which of them its numbers are of.
 - **Files** in `--out` (default `runs/NAME`): `NAME.md` to be read and pasted, `NAME.json` with everything, the figure
   as SVG and PNG, and `RUN/result.json` of each run ([result.md](result.md)), of which `pf2lora report` makes a page.
-- **Interrupted?** The same command goes on: methods and seeds that are done are read from `RUN/parts`. Results of
-  other settings are never overwritten or mixed in; `--force` does everything anew.
+- **Interrupted?** The same command goes on: methods that are done are read from `RUN/parts`. Results of other
+  settings are never overwritten or mixed in; `--force` does everything anew.
 - **`--data-dir`** is the folder of the data set's official files, or one that holds a folder for each set (`glue_sst2`,
   `SST-2`, `e2e`, `webnlg2017`, `squad_v2`, …).
 - **`--grid`** gives every method as many tries, twice the grid: first all values for `lr`, then all values for its

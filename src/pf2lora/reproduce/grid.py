@@ -63,9 +63,15 @@ def grid_score(run: SeedRun) -> float | None:
     return fmean(known) if known and all(map(math.isfinite, known)) else None
 
 
+def tuning_config(config: Config) -> Config:
+    """What the tries of a search have in common: the first seed alone, measured at the end alone."""
+    training = config.training
+    return replace(config, training=replace(training, seeds=1, evaluate_every=training.rounds))
+
+
 def search(grid: Grid, run: Run, folder: Path, tell: Tell) -> list[Search]:
     """Every method's search, with the run's first seed. What was tried before the search was interrupted is kept."""
-    config = replace(run.config, training=replace(run.config.training, seeds=1))
+    config = tuning_config(run.config)
     tried = Tried(folder / FILE, config)
     workload: list[Workload] = []
 
@@ -129,7 +135,7 @@ def between(values: Sequence[float], best: float) -> list[float]:
 def attempt(config: Config, method: str, rates: Rates, workload: Workload) -> float | None:
     """One try: the whole run of one method with the first seed."""
     one = with_rates(config, {method: rates})
-    one = replace(one, training=replace(one.training, method=(method,), evaluate_every=one.training.rounds))
+    one = replace(one, training=replace(one.training, method=(method,)))
     try:
         result = compare(one, workload=replace(workload, config=one))
     except NonFiniteLoss:

@@ -1,6 +1,6 @@
-"""The runs of a preset, each method and seed by itself, so that what was interrupted goes on where it stopped.
+"""The runs of a preset, each method by itself, so that what was interrupted goes on where it stopped.
 
-A run's folder has `result.json`, as docs/result.md describes it, and until it is complete `parts/METHOD-SEED.json`.
+A run's folder has `result.json`, as docs/result.md describes it, and the same of each method in `parts/METHOD.json`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from pf2lora.methods import METHODS
 from pf2lora.reproduce.preset import Run
 from pf2lora.run.comparison import Watcher, compare, prepare
 from pf2lora.run.config import Config, to_dict
-from pf2lora.run.result import FILE, MethodResult, Result, load_result
+from pf2lora.run.result import FILE, ExampleRecord, Result, load_result
 from pf2lora.run.workload import Workload
 
 Tell = Callable[[str], None]
@@ -58,8 +57,8 @@ def same_prompt(a: str, b: str) -> bool:
 
 
 def execute(run: Run, folder: Path, tell: Tell, first: Sequence[str] = ()) -> tuple[Result, list[str]]:
-    """The result of a run: read where it is finished, else trained, each method and seed by itself; and a line for each
-    that diverged, which is no reason to lose the others."""
+    """The result of a run: read where it is finished, else trained, each method by itself; and a line for each that
+    diverged, which is no reason to lose the others."""
     config = run.config
     done = finished(folder / FILE, config)
     if done is not None:
@@ -68,26 +67,25 @@ def execute(run: Run, folder: Path, tell: Tell, first: Sequence[str] = ()) -> tu
     loader, workload = Loader(config, first), None
     parts: list[Result] = []
     diverged: list[str] = []
-    training = config.training
-    seeds = range(training.seed, training.seed + training.seeds)
-    for method, seed in product(training.method, seeds):
-        one = replace(config, training=replace(training, method=(method,), seed=seed, seeds=1))
-        file = folder / PARTS / f"{METHODS[method].name}-{seed}.json"
+    for method in config.training.method:
+        one = replace(config, training=replace(config.training, method=(method,)))
+        what = f"{run.label}: {METHODS[method].label}"
+        file = folder / PARTS / f"{METHODS[method].name}.json"
         part = finished(file, one)
-        if part is None:
-            workload = workload or loader.load()
-            tell(f"{run.label}: {METHODS[method].label}, seed {seed}")
-            try:
-                part = compare(one, Watcher(on_note=tell), replace(workload, config=one))
-            except NonFiniteLoss as error:
-                diverged.append(f"{run.label}: {METHODS[method].label}, seed {seed} diverged: {error}")
-                tell(diverged[-1])
-                continue
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, part.to_dict())
-        else:
-            tell(f"{run.label}: {METHODS[method].label}, seed {seed} is there already")
-        parts.append(part)
+        if part is not None:
+            tell(f"{what} is there already")
+            parts.append(part)
+            continue
+        workload = workload or loader.load()
+        tell(what)
+        try:
+            parts.append(compare(one, Watcher(on_note=tell), replace(workload, config=one)))
+        except NonFiniteLoss as error:
+            diverged.append(f"{what} diverged: {error}")
+            tell(diverged[-1])
+            continue
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, parts[-1].to_dict())
     if not parts:
         raise UserError(f"{run.label}: every method diverged")
     result = together(parts, config, run.label)
@@ -118,15 +116,11 @@ def difference(then: Any, now: Any, place: str = "") -> str:
 
 
 def together(parts: Sequence[Result], config: Config, title: str) -> Result:
-    """One result from those of single methods and seeds; the examples are the first seed's."""
-    methods: dict[str, MethodResult] = {}
-    examples = {(e.client, e.prompt): replace(e, outputs={}) for e in parts[0].examples}
-    for part in parts:
-        for name, found in part.methods.items():
-            first = name not in methods
-            methods.setdefault(name, MethodResult(found.label, [])).runs.extend(found.runs)
-            for example in part.examples if first else ():
-                examples[example.client, example.prompt].outputs.update(example.outputs)
-    return replace(
-        parts[-1], title=title, config=to_dict(config), methods=methods, examples=list(examples.values())
-    )
+    """One result from those of single methods."""
+    methods = {name: found for part in parts for name, found in part.methods.items()}
+    examples: dict[tuple[str, str], ExampleRecord] = {}
+    for example in (example for part in parts for example in part.examples):
+        entry = examples.setdefault((example.client, example.prompt), replace(example, outputs={}))
+        entry.outputs.update(example.outputs)
+    whole = {"config": to_dict(config), "methods": methods, "examples": list(examples.values())}
+    return replace(parts[-1], title=title, **whole)

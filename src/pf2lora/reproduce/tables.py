@@ -136,8 +136,7 @@ def _measured(finding: Finding, method: str, name: str) -> tuple[Estimate | None
         return estimate([finding.counted.get(name, {}).get(method)]), None
     assert finding.result is not None
     result = finding.result
-    seeds = len(result.methods[method].runs) if method in result.methods else 0
-    if seeds < finding.run.config.training.seeds:  # one that diverged does not drop out of a mean
+    if method not in result.methods:  # it diverged
         return None, None
     if name in OF_RUN:
         return estimate(OF_RUN[name](run) for run in result.methods[method].runs), None
