@@ -26,12 +26,12 @@ from pf2lora.reproduce import grid, running
 from pf2lora.reproduce.grid import between
 from pf2lora.reproduce.presets import load_preset, preset_names
 from pf2lora.reproduce.running import same_prompt
-from pf2lora.reproduce.shapes import count, shape_of
+from pf2lora.reproduce.shapes import count, method_on, shape_of
 from pf2lora.run import comparison
 from pf2lora.run.config import Config, from_dict
 from pf2lora.run.costs import flops_of_step
 from pf2lora.run.result import Result, load_result
-from pf2lora.run.set_up import adapter_spec, build_method
+from pf2lora.run.set_up import adapter_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = {"beams = 10": "beams = 1", "max_new_tokens = 64": "max_new_tokens = 2"}
@@ -293,7 +293,7 @@ def test_a_model_without_weights_counts_as_one_with_them(mode: str) -> None:
         torch.manual_seed(0)
         base = AutoModelForSequenceClassification.from_config(shape_of(run))
         model = TwoLevelModel(base, adapter_spec(config, name))
-        method = build_method(config, name, model.common_layout, 1, (0,))
+        method = method_on(config, name, model, 1)
         size = method.batch_size(2, 8)
         batch = Batch(1, {"input_ids": torch.full((size, 12), 7)}, full=True)
 

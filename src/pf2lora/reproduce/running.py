@@ -122,5 +122,5 @@ def together(parts: Sequence[Result], config: Config, title: str) -> Result:
     for example in (example for part in parts for example in part.examples):
         entry = examples.setdefault((example.client, example.prompt), replace(example, outputs={}))
         entry.outputs.update(example.outputs)
-    whole = {"config": to_dict(config), "methods": methods, "examples": list(examples.values())}
-    return replace(parts[-1], title=title, **whole)
+    shown = list(examples.values())
+    return replace(parts[-1], title=title, config=to_dict(config), methods=methods, examples=shown)

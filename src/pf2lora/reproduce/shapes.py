@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, Pretrai
 
 from pf2lora.adapters.base_model import load
 from pf2lora.adapters.two_level import TwoLevelModel
-from pf2lora.core.method import Method
+from pf2lora.core.method import Method, Surroundings
 from pf2lora.engines.batches import Batch
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.reproduce.preset import Run
 from pf2lora.run import costs
 from pf2lora.run.config import Config
-from pf2lora.run.set_up import adapter_spec, build_method
+from pf2lora.run.set_up import adapter_spec, method_settings, method_table
 
 BASELINE = "homlora"  # what the ratio of operations is to
 
@@ -52,12 +52,19 @@ def bare_model(shape: PretrainedConfig) -> PreTrainedModel:
     return model
 
 
+def method_on(config: Config, name: str, model: TwoLevelModel, clients: int) -> Method:
+    """The method of so many clients, without their data."""
+    rank = method_table(config, name).get("rank", config.adapter.rank)
+    run = Surroundings(model.common_layout, rank, clients, tuple(range(clients)), config.model.precision)
+    return METHODS[name].set_up(run, method_settings(config, name))
+
+
 def of_method(config: Config, name: str, shape: PretrainedConfig, length: int | None) -> dict[str, float]:
     """What a client trains and sends, and, for inputs of a `length`, what all clients compute in a round."""
     clients = 1 if METHODS[name].pooled else config.data.num_clients or 8
     model = TwoLevelModel(bare_model(shape), adapter_spec(config, name))
     layout, own = model.common_layout, model.personal_layout
-    method = build_method(config, name, layout, clients, tuple(range(clients)))
+    method = method_on(config, name, model, clients)
     state = method.init(torch.zeros(clients, layout.size), torch.zeros(clients, own.size))
     trained = costs.parameters(method, own, state)
     sent = method.sent_numbers(state)
@@ -71,7 +78,7 @@ def flops_per_round(config: Config, name: str, model: TwoLevelModel, length: int
     """Operations of all clients' local steps: those of one client's step, counted while it passes through."""
     number = config.data.num_clients or 8
     learners = 1 if METHODS[name].pooled else number
-    method = build_method(config, name, model.common_layout, 1, (0,))
+    method = method_on(config, name, model, 1)
     size = method.batch_size(config.training.batch_size, number)
     x = torch.zeros(1, model.common_layout.size, device="meta")
     y = torch.zeros(1, model.personal_layout.size, device="meta")
