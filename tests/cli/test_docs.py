@@ -81,6 +81,8 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
     """The command that the words after `pf2lora` name, and the words that are left for it."""
     command = typer.main.get_command(cli.app)
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        if words[0].endswith(".toml"):  # `reproduce` takes a file for a command
+            return command.commands["run-file"], words
         name, *words = words
         assert name in command.commands, f"there is no command {name!r}"
         command = command.commands[name]
@@ -97,7 +99,8 @@ def command_lines(text: str) -> Iterator[list[str]]:
     """The words after `pf2lora` of each such line of a block; a line may go on after a backslash."""
     for line in text.replace("\\\n", " ").splitlines():
         if line.startswith("pf2lora "):
-            yield shlex.split(line, comments=True)[1:]
+            words = shlex.split(line, comments=True)[1:]
+            yield words[: words.index(">")] if ">" in words else words
 
 
 @each([block for block in blocks(DOCS) if any(command_lines(block.text))])
@@ -168,6 +171,13 @@ def test_the_settings_page_is_the_settings() -> None:
 
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf8")
     assert page == reference(), "python -m pf2lora.cli.reference > docs/settings.md"
+
+
+def test_the_presets_page_is_the_presets() -> None:
+    from pf2lora.cli.preset_page import page
+
+    shown = (ROOT / "docs" / "presets.md").read_text(encoding="utf8")
+    assert shown == page(), "python -m pf2lora.cli.preset_page > docs/presets.md"
 
 
 def test_every_public_name_is_in_the_python_page() -> None:

@@ -56,7 +56,7 @@ def draw_synthetic(result: Summary, folder: Path) -> list[Path]:
         for axes in grid[-1]:
             axes.set_xlabel("step")
         _synthetic_legend(figure, result)
-        return _save(figure, folder, "synthetic")
+        return save(figure, folder, "synthetic")
 
 
 def _row_label(result: Summary, method: str, rates: str) -> str:
@@ -89,7 +89,7 @@ def _draw_panel(axes: Axes, result: Summary, method: str, rates: str, metric: st
     else:
         axes.set_yscale("log")
     axes.set_xlim(steps[0], steps[-1])
-    _plain(axes)
+    plain(axes)
 
 
 def _draw_true_ranks(axes: Axes, result: Summary) -> None:
@@ -138,8 +138,8 @@ def draw_theorem(result: dict[str, Any], folder: Path) -> list[Path]:
         for axes in (rate, bias):
             axes.set(xscale="log", yscale="log", xlim=(1, result["T"][-1]))
             axes.legend(frameon=False, loc="upper right")
-            _plain(axes)
-        return _save(figure, folder, "theorem")
+            plain(axes)
+        return save(figure, folder, "theorem")
 
 
 def _draw_rate(axes: Axes, result: dict[str, Any]) -> None:
@@ -176,13 +176,13 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _plain(axes: Axes) -> None:
+def plain(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#E3E6E8", linewidth=0.6)
     axes.set_axisbelow(True)
 
 
-def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     files = [folder / f"{name}.{kind}" for kind in KINDS]
     for file in files:
         figure.savefig(file, dpi=180, metadata={"Date": None} if file.suffix == ".svg" else None)
