@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from pf2lora.atomic import write_text
+from pf2lora.cli.regret import RegretCommand, regret
 from pf2lora.errors import UserError
 
 if TYPE_CHECKING:
     from pf2lora.reproduce.summary import Quartiles, Summary
 
 app = typer.Typer(help="The paper's synthetic experiment and its theorem.", no_args_is_help=True)
+app.command(cls=RegretCommand)(regret)
 
 POINTS = {"served": "served", "before_averaging": "before"}
 

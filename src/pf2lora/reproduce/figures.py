@@ -56,7 +56,7 @@ def draw_synthetic(result: Summary, folder: Path) -> list[Path]:
         for axes in grid[-1]:
             axes.set_xlabel("step")
         _synthetic_legend(figure, result)
-        return _save(figure, folder, "synthetic")
+        return save(figure, folder, "synthetic")
 
 
 def _row_label(result: Summary, method: str, rates: str) -> str:
@@ -139,7 +139,7 @@ def draw_theorem(result: dict[str, Any], folder: Path) -> list[Path]:
             axes.set(xscale="log", yscale="log", xlim=(1, result["T"][-1]))
             axes.legend(frameon=False, loc="upper right")
             _plain(axes)
-        return _save(figure, folder, "theorem")
+        return save(figure, folder, "theorem")
 
 
 def _draw_rate(axes: Axes, result: dict[str, Any]) -> None:
@@ -182,7 +182,7 @@ def _plain(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     files = [folder / f"{name}.{kind}" for kind in KINDS]
     for file in files:
         figure.savefig(file, dpi=180, metadata={"Date": None} if file.suffix == ".svg" else None)

@@ -5,6 +5,7 @@ They are drawn once, by `DRAWN_BY`, and are the same for every seed of a run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +15,18 @@ from typing import NamedTuple
 from pf2lora.atomic import write_text
 from pf2lora.core.streams import numpy_generator
 from pf2lora.data.files import read_tsv
+from pf2lora.data.partition import by_dirichlet
 from pf2lora.data.split import split_rows
 from pf2lora.errors import UserError
+from pf2lora.run.config import from_settings
 
 DRAWN_BY = 0
 LABELS = ("negative", "positive")
 SHARES = 4  # parts of SST-2, each held by two clients
+REVIEWERS, LEAST = (
+    8,
+    (40, 10),
+)  # clients of the movie reviews, and rows that each has at least to train and to test
 CLEAR = 0.3  # a mean valence nearer to zero than this is no clear sentiment
 DOMAINS = {
     "tweets": "tweets_GroundTruth.txt",
@@ -68,7 +75,7 @@ def vader_domains(folder: Path) -> Clients:
     """Sentence sentiment in four natural domains, a client each; a fifth of each is to test on."""
     clients = {}
     for name, file in DOMAINS.items():
-        rows = [row for row in _rated(existing(folder / file))]
+        rows = _rated(existing(folder / file))
         labels = [row.label for row in rows]
         clients[name] = Split(*split_rows(rows, labels, 0.2, numpy_generator(DRAWN_BY, "vader", name)))
     return clients
@@ -84,6 +91,30 @@ def _rated(file: Path) -> list[Row]:
     return found
 
 
+# --- skewed labels -----------------------------------------------------------------------------------------
+
+
+def reviews_dirichlet(folder: Path) -> Clients:
+    """The package's movie reviews by Dirichlet(0.1). Such shares leave many a client with nothing: the first draw is
+    taken that gives everybody some rows, as is usual with small α."""
+    config = from_settings({"dataset": "movie-reviews"})
+    pool = config.task.datasets["movie-reviews"].read(config.data, DRAWN_BY, [])
+    train, test = ([Row(row.text, row.label) for row in rows] for rows in (pool.train, pool.test))
+    for draw in itertools.count(DRAWN_BY):
+        parts = [_by_dirichlet(rows, draw) for rows in (train, test)]
+        if all(len(rows) >= least for part, least in zip(parts, LEAST) for rows in part):
+            return {f"client-{number}": Split(*rows) for number, rows in enumerate(zip(*parts), 1)}
+    raise AssertionError("counting ended")
+
+
+def _by_dirichlet(rows: Sequence[Row], draw: int) -> list[list[Row]]:
+    try:
+        parts = by_dirichlet([row.label for row in rows], REVIEWERS, 0.1, draw)
+    except UserError:  # somebody would have no row at all
+        return [[]]
+    return [[rows[i] for i in part] for part in parts]
+
+
 # --- clients that disagree ---------------------------------------------------------------------------------
 
 
@@ -96,9 +127,9 @@ def sst2_shifted(folder: Path) -> Clients:
     """To half of the clients the labels are grammar, not sentiment: a sentence with a negation (not, n't, never,
     without, …) is negative, any other is positive. As many rows with one as without, so that neither reading is
     guessed by a majority; of the former a third are of positive sentiment."""
-    parts = _sst2(folder)
-    balanced = [_balanced(rows, part) for rows, part in zip(parts, ("train", "test"))]
-    return disagreeing(*balanced, "grammar", lambda row: LABELS[not negated(row.text)])
+    train, test = _sst2(folder)
+    rows = _balanced(train, "train"), _balanced(test, "test")
+    return disagreeing(*rows, "grammar", lambda row: LABELS[not negated(row.text)])
 
 
 def negated(text: str) -> bool:
@@ -150,6 +181,7 @@ def existing(file: Path) -> Path:
 
 MAKERS: Mapping[str, Callable[[Path], Clients]] = {
     "vader": vader_domains,
+    "reviews-dirichlet": reviews_dirichlet,
     "sst2-flipped": sst2_flipped,
     "sst2-shifted": sst2_shifted,
 }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from pf2lora.reproduce.regret.tasks import EVALUATIONS, BenchmarkTask
 from pf2lora.reproduce.regret.variants import FIRST, Variant, variants
 from pf2lora.run.comparison import compare, machine, versions
 from pf2lora.run.config import Config, from_settings, to_dict
+from pf2lora.run.evaluation import finite
 from pf2lora.run.result import POINTS, SeedRun
 from pf2lora.run.workload import Workload, load_workload
 
@@ -56,24 +58,23 @@ class Plan:
             raise UserError(f"the rates are tuned on seed {TUNING_SEED}: report other seeds")
 
 
-def order(
-    tasks: Sequence[BenchmarkTask], chosen: Sequence[Variant]
-) -> Iterator[tuple[BenchmarkTask, Variant]]:
+def order(tasks: Sequence[BenchmarkTask], chosen: Sequence[Variant]) -> list[tuple[BenchmarkTask, Variant]]:
     """Every run once: the first variants on every task, then the others."""
-    first = {variant.name for variant in FIRST}
-    for group in ([v for v in chosen if v.name in first], [v for v in chosen if v.name not in first]):
+    found: dict[tuple[str, str], tuple[BenchmarkTask, Variant]] = {}
+    for group in ([v for v in chosen if v in FIRST], [v for v in chosen if v not in FIRST]):
         for task in tasks:
-            for name in dict.fromkeys(variant.run_by(task.has_head) for variant in group):
-                yield task, variants()[name]
+            for variant in group:
+                runner = variants()[variant.run_by(task.has_head)]
+                found.setdefault((task.name, runner.name), (task, runner))
+    return list(found.values())
 
 
 def execute_all(
     plan: Plan,
-    tasks: Sequence[BenchmarkTask],
-    chosen: Sequence[Variant],
+    todo: Sequence[tuple[BenchmarkTask, Variant]],
     out: Path,
     *,
-    seconds: float = float("inf"),
+    seconds: float = math.inf,
     say: Callable[[str], None] = print,
 ) -> list[str]:
     """All runs that `out` has not, each written as soon as it is done; what could not be run is returned.
@@ -83,16 +84,12 @@ def execute_all(
     plan.check()
     file = out / records.FILE
     runs = records.read([file]) if file.exists() else {}
-    todo = list(dict.fromkeys((task.name, variant.name) for task, variant in order(tasks, chosen)))
-    by_name = {task.name: task for task in tasks}
     for task, variant in todo:
-        check_same(runs.get((task, variant)), plan.config(by_name[task], variants()[variant]), plan, file)
-    started, failures = time.monotonic(), []
-    current = Current(plan)
-    for number, key in enumerate(todo, 1):
-        task, variant = by_name[key[0]], variants()[key[1]]
+        check_same(runs.get((task.name, variant.name)), plan.config(task, variant), plan, file)
+    started, failures, current = time.monotonic(), [], Current(plan)
+    for number, (task, variant) in enumerate(todo, 1):
         where = f"[{number}/{len(todo)}] {task.title}, {variant.label}"
-        if key in runs:
+        if (task.name, variant.name) in runs:
             say(f"{where}: done before")
             continue
         left = seconds - (time.monotonic() - started)
@@ -106,7 +103,7 @@ def execute_all(
             failures.append(f"{task.name}, {variant.name}: {error}")
             say(f"{where}: failed: {error}")
             continue
-        runs[key] = run
+        runs[run.key] = run
         records.write(runs.values(), out)
         say(f"{where}: {described(task, run)}")
     return failures
@@ -133,9 +130,8 @@ class Current:
     """The workload of one task at a time: its data and base model serve every variant and every try."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.task, self.loaded = plan, "", None
-
-    loaded: Workload | None
+        self.plan, self.task = plan, ""
+        self.loaded: Workload | None = None
 
     def workload(self, task: BenchmarkTask, variant: Variant) -> Workload:
         if self.loaded is None or self.task != task.name:
@@ -187,9 +183,7 @@ def train(workload: Workload, config: Config) -> list[SeedRun]:
 # --- tuning ------------------------------------------------------------------------------------------------
 
 
-def tune(
-    variant: Variant, config: Config, tries: int, loss: Callable[[Config], float | None]
-) -> list[Try]:
+def tune(variant: Variant, config: Config, tries: int, loss: Callable[[Config], float | None]) -> list[Try]:
     """The variant's tries: shorter runs with a seed of their own. One try alone needs no run."""
     tried = variant.tried_rates(config, tries)
     if len(tried) == 1:
@@ -212,7 +206,7 @@ def validation_loss(workload: Workload, config: Config) -> float | None:
         (run,) = train(workload, config)
     except NonFiniteLoss:
         return None
-    return deployed_loss(run)
+    return finite(deployed_loss(run))
 
 
 # --- what a run has to say ---------------------------------------------------------------------------------
@@ -229,7 +223,7 @@ def candidates(run: SeedRun) -> dict[str, Any]:
 
 def deployed_loss(run: SeedRun) -> float | None:
     if hasattr(run, "deployed_loss"):
-        return run.deployed_loss  # type: ignore[no-any-return]
+        return run.deployed_loss
     known = [loss for loss in run.rounds[-1].train_loss if loss is not None]
     return sum(known) / len(known) if known else None
 

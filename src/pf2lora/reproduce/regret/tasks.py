@@ -77,7 +77,6 @@ def _cola(heterogeneity: float) -> dict[str, Any]:
     return {"dataset": "cola", "heterogeneity": heterogeneity, "rounds": 50}
 
 
-_REVIEWS = {"dataset": "movie-reviews", "partition": "dirichlet", "dirichlet_alpha": 0.1, "num_clients": 8}
 _SQUAD = {
     "task": "question-answering",
     "dataset": "squad_v2",
@@ -92,14 +91,12 @@ TASKS = {
     task.name: task
     for task in (
         BenchmarkTask("sst2-h0.9", "SST-2, h = 0.9", "glue_sst2", _sst2(0.9)),
-        BenchmarkTask(
-            "sst2-few", "SST-2, h = 0.9, 100 rows", "glue_sst2", _sst2(0.9, limit=100, rounds=30)
-        ),
+        BenchmarkTask("sst2-few", "SST-2, h = 0.9, 100 rows", "glue_sst2", _sst2(0.9, limit=100, rounds=30)),
         BenchmarkTask("sst2-h0.3", "SST-2, h = 0.3", "glue_sst2", _sst2(0.3)),
         BenchmarkTask("cola-h0.3", "CoLA, h = 0.3", "glue_cola", _cola(0.3), "matthews"),
         BenchmarkTask("cola-h0.9", "CoLA, h = 0.9", "glue_cola", _cola(0.9), "matthews"),
         BenchmarkTask("vader", "four domains (vader)", "vader"),
-        BenchmarkTask("reviews-dirichlet", "reviews, Dirichlet 0.1", "", _REVIEWS),
+        BenchmarkTask("reviews-dirichlet", "reviews, Dirichlet 0.1", ""),
         BenchmarkTask("sst2-flipped", "SST-2, flipped labels", "glue_sst2", disagreement=True),
         BenchmarkTask("sst2-shifted", "SST-2, other meaning", "glue_sst2", disagreement=True),
         BenchmarkTask("squad", "SQuAD v2 (part)", "squad_partial/cs224n_dev-v2.0.json", _SQUAD, "f1"),
