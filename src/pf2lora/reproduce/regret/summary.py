@@ -76,10 +76,10 @@ def at_point(runs: Runs, point: str) -> PointSummary:
             if run is None:
                 continue
             found = tables_of(run, task, variant, point)
-            if found is not None:
-                tables[variant.name] = found
-            elif run.diverged or any(point in seed.points for seed in run.scores):
+            if run.diverged or any(table.mean is None for table in found):
                 diverged.append((task.name, variant.name))
+            elif found:
+                tables[variant.name] = found
         if tables:
             cells[task.name], best[task.name] = compared(task, tables)
             clients = next(run.clients for (name, _), run in runs.items() if name == task.name)
@@ -87,15 +87,13 @@ def at_point(runs: Runs, point: str) -> PointSummary:
     return PointSummary(cells, best, regrets(cells, diverged), harm, diverged)
 
 
-def tables_of(run: Run, task: BenchmarkTask, variant: Variant, point: str) -> list[OverClients] | None:
-    """A variant's scores, seed by seed; None where it has none or one is not a number."""
-    found = [
-        (seed.candidates.get(variant.candidate) if variant.candidate else seed.points.get(point)) or {}
+def tables_of(run: Run, task: BenchmarkTask, variant: Variant, point: str) -> list[OverClients]:
+    """A variant's scores, seed by seed; none where its run has no such point or candidate."""
+    found = (
+        seed.candidates.get(variant.candidate) if variant.candidate else seed.points.get(point)
         for seed in run.scores
-    ]
-    tables = [scores[task.metric] for scores in found if task.metric in scores]
-    whole = len(tables) == len(run.seeds) and all(table.mean is not None for table in tables)
-    return tables if whole else None
+    )
+    return [scores[task.metric] for scores in found if scores]
 
 
 def compared(task: BenchmarkTask, tables: Mapping[str, Sequence[OverClients]]) -> tuple[dict[str, Cell], str]:
