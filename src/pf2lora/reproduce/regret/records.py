@@ -14,7 +14,7 @@ from pf2lora.run.decode import decode
 from pf2lora.run.result import OverClients
 
 FILE = "regret.jsonl"
-PLACES = {"model": ("device",), "data": ("data_dir", "clients", "test")}
+PLACES = {"model": ("device",), "data": ("data_dir", "clients", "test", "validation")}
 """Settings that say where things are on one machine: another may have them elsewhere."""
 
 
