@@ -173,7 +173,8 @@ def test_a_small_benchmark_is_run_stopped_resumed_and_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, one_thread: None
 ) -> None:
     root = make_benchmark(tmp_path)
-    monkeypatch.setitem(COMMON, "steps", 2)
+    for name, value in {"steps": 1, "batch_size": 4}.items():
+        monkeypatch.setitem(COMMON, name, value)
 
     def command(*args: object) -> tuple[int, str, str]:
         return command_line(monkeypatch, capsys, "reproduce", "regret", *args)
