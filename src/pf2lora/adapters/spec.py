@@ -16,7 +16,8 @@ class AdapterSpec:
 
     `targets` are module names, name endings or patterns (`*.3.*.query`); empty takes the architecture's query
     and value. `client_bias` adds, to the client's own adapter, a bias for each output of the head's last layer, where
-    that has a bias at all. `head` is trained with x and averaged ("shared"), trained and never sent ("personal"), or "frozen".
+    that has a bias at all. `head` is trained with x and averaged ("shared"), trained and never sent ("personal"), or
+    "frozen".
     """
 
     rank: int = setting(8, "rank r of the common adapter", everyday=True)

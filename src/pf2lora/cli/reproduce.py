@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from pf2lora.cli.options import ListCommand
 from pf2lora.cli.presets import command_for, command_for_files
+from pf2lora.cli.regret import RegretCommand, regret
 from pf2lora.cli.synthetic import synthetic, theorem
 from pf2lora.errors import unknown
 from pf2lora.reproduce.presets import load_preset, preset_names, title_of
@@ -73,6 +74,7 @@ def reproduce(
 
 app.command("synthetic")(synthetic)
 app.command("theorem")(theorem)
+app.command("regret", cls=RegretCommand)(regret)
 for _name in preset_names():
     app.command(_name, cls=ListCommand, help=title_of(_name))(command_for(_name))
 app.command(FILE, cls=ListCommand, hidden=True)(command_for_files())

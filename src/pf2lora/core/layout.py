@@ -121,3 +121,6 @@ class Layout:
         for entry in self.entries:
             if entry.kind == up:
                 yield entry, self.by_name[f"{entry.module}.{down}"]
+
+
+NO_LAYOUT = Layout((), 0)  # of nothing

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from pf2lora.core.layout import Layout
+from pf2lora.core.layout import NO_LAYOUT, Layout
 from pf2lora.core.optim import OPTIMIZERS, Moments, no_moments
 from pf2lora.errors import unknown
 
@@ -79,7 +79,7 @@ class Surroundings:
     clients: int
     positions: tuple[int, ...]
     precision: str = "float32"
-    personal_layout: Layout = Layout((), 0)
+    personal_layout: Layout = NO_LAYOUT
     validated: bool = False
 
 

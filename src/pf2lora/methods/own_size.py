@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pf2lora.core.choice import gain
-from pf2lora.core.layout import Layout
+from pf2lora.core.layout import NO_LAYOUT, Layout
 from pf2lora.core.method import Judge, Method, State, Surroundings
 
 AUTO: Literal["auto"] = "auto"
@@ -26,7 +26,7 @@ class OwnSize(Method):
     """`client_lr` is α, the rate of SGD on y, or "auto"."""
 
     client_lr: float | Literal["auto"] = AUTO
-    personal_layout: Layout = Layout((), 0)
+    personal_layout: Layout = NO_LAYOUT
 
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "personal_layout"})
     two_level: ClassVar[bool] = True

@@ -21,7 +21,7 @@ from pf2lora.reproduce.preset import Example, Grid, Paper, Preset, Run
 from pf2lora.run.config import TABLES, from_dict, merged, read_toml
 
 FOLDER = Path(str(files("pf2lora"))) / "presets"
-EVERYWHERE: dict[str, Any] = {}
+EVERYWHERE: dict[str, Any] = {"data": {"validation_ratio": 0.0}}
 """Config tables that every preset begins with: where the paper's experiments differ from a user's defaults."""
 
 CONFIG_TABLES = (*TABLES, "task", "methods")

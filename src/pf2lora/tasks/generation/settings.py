@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pf2lora.data.files import Record
 from pf2lora.errors import UserError, unknown
-from pf2lora.settings import require_positive, setting
+from pf2lora.settings import require_not_negative, require_positive, setting
 from pf2lora.tasks.generation import e2e, webnlg
 from pf2lora.tasks.generation.prompts import PromptRow, choose_columns, rows_of
 from pf2lora.tasks.settings import Dataset, TaskSettings
@@ -28,7 +28,7 @@ class GenerationSettings(TaskSettings[PromptRow]):
     beams: int = setting(10, "beam width; 1 is greedy")
     length_penalty: float = setting(0.8, "above 0 favours long texts, below 0 short ones")
     no_repeat_ngram: int = setting(4, "so many tokens of a text are never repeated (0: allowed)")
-    max_new_tokens: int = setting(64, "longest generated text in tokens")
+    max_new_tokens: int = setting(64, "longest generated text in tokens (0: none, only its loss is measured)")
     separator: str | None = setting(
         None, "text between prompt and target (default: the beginning-of-text token)"
     )
@@ -40,7 +40,8 @@ class GenerationSettings(TaskSettings[PromptRow]):
     datasets: ClassVar[Mapping[str, Dataset[Any]]] = e2e.DATASETS | webnlg.DATASETS
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_length", "beams", "max_new_tokens")
+        require_positive(self, "max_length", "beams")
+        require_not_negative(self, "max_new_tokens")
         if self.no_repeat_ngram < 0:
             raise UserError(f"no_repeat_ngram is {self.no_repeat_ngram}; it must be at least 0")
         if self.scores is not None and self.scores not in SCORERS:

@@ -94,7 +94,8 @@ class Generation(Task[PromptRow, Continuation]):
         self.tokenizer, self.settings = tokenizer, settings or GenerationSettings()
         self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.scorer, names = SCORES[scores]
-        self.metrics = {name: TEXT_METRICS[name] for name in names} | LOSSES
+        written = names if self.settings.max_new_tokens else ()
+        self.metrics = {name: TEXT_METRICS[name] for name in written} | LOSSES
         self.evaluation_batch, self.generation_batch = evaluation_batch, generation_batch
         self.separator = self._separator(self.settings.separator)
 
@@ -229,7 +230,7 @@ class Generation(Task[PromptRow, Continuation]):
         found = predict_rows(answer, common, personal, encoded, self.evaluation_batch, self.clients_per_pass)
         losses = encoded.by_row(found)
         texts: Sequence[Sequence[str | None]] = [[None] * len(rows) for rows in losses]
-        if final:
+        if final and self.settings.max_new_tokens:
             texts = self._continue(model, common, personal, encoded.prompts)
         return [
             [
@@ -243,6 +244,8 @@ class Generation(Task[PromptRow, Continuation]):
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, prompts: Sequence[Sequence[str]]
     ) -> list[list[str]]:
         """What each client's model writes after each of its prompts, all clients together."""
+        if not self.settings.max_new_tokens:
+            raise UserError("max_new_tokens is 0: no text is written")
         tokens = self._prompt_tokens([prompt for client in prompts for prompt in client])
         for ids in tokens:
             if len(ids) >= self.settings.max_length:

@@ -1,0 +1,136 @@
+"""Finished runs, a line of JSON each: appended as they end, read again to go on, merged from several machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pf2lora.atomic import write_text
+from pf2lora.errors import UserError
+from pf2lora.run.decode import decode
+from pf2lora.run.result import OverClients
+
+FILE = "regret.jsonl"
+PLACES = {"model": ("device",), "data": ("data_dir", "clients", "test", "validation")}
+"""Settings that say where things are on one machine: another may have them elsewhere."""
+
+
+@dataclass(frozen=True)
+class Try:
+    """Rates with the mean validation loss of what the clients deploy; None where the run diverged."""
+
+    rates: dict[str, float]
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class SeedScores:
+    """Test scores of one seed by metric: at each point of the round, and of each candidate for deployment."""
+
+    seed: int
+    points: dict[str, dict[str, OverClients]]
+    candidates: dict[str, dict[str, OverClients]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A variant on a task: what was asked for, the rates that were tried and chosen, and the scores.
+
+    `settings` are the run's tables as asked for, before rates were chosen. A run that diverged has no scores.
+    """
+
+    task: str
+    variant: str
+    base_model: str
+    settings: dict[str, Any]
+    seeds: list[int]
+    tries: list[Try]
+    rates: dict[str, float]
+    clients: list[str]
+    scores: list[SeedScores]
+    diverged: str
+    seconds: float
+    created: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.task, self.variant
+
+    def conditions(self) -> dict[str, Any]:
+        """What every variant on a task must have alike, to be compared."""
+        training = self.settings["training"]
+        shared = {name: training[name] for name in ("rounds", "steps", "batch_size")}
+        precision = self.settings["model"]["precision"]
+        tries = {"seeds": self.seeds, "tries": len(self.tries)}
+        return {"base model": self.base_model, "precision": precision} | tries | shared
+
+
+Runs = dict[tuple[str, str], Run]
+
+
+def asked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's tables without what differs between machines."""
+    kept = {
+        table: {name: value for name, value in values.items() if name not in PLACES.get(table, ())}
+        for table, values in settings.items()
+        if table != "output"
+    }
+    kept["model"]["name"] = Path(kept["model"]["name"]).name
+    return kept
+
+
+def write(runs: Iterable[Run], folder: Path) -> Path:
+    """The file of finished runs, whole at every moment."""
+    file = folder / FILE
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(asdict(run), ensure_ascii=False, allow_nan=False) + "\n" for run in runs)
+    write_text(file, "".join(lines))
+    return file
+
+
+def read(files: Sequence[Path]) -> Runs:
+    """The runs of all files; the same line twice is one run, two different ones of the same are an error."""
+    found: Runs = {}
+    whence: dict[tuple[str, str], Path] = {}
+    for file in files:
+        for run in _lines(file):
+            if found.setdefault(run.key, run) != run:
+                both = f"{whence[run.key]} and {file}" if whence[run.key] != file else str(file)
+                raise UserError(f"{both}: two different runs of {run.variant!r} on {run.task!r}; remove one")
+            whence.setdefault(run.key, file)
+    check_alike(found.values())
+    return found
+
+
+def check_alike(runs: Iterable[Run]) -> None:
+    """Refuse to compare runs of one task that were made under different conditions."""
+    first: dict[str, Run] = {}
+    for run in runs:
+        other = first.setdefault(run.task, run)
+        ours, theirs = run.conditions(), other.conditions()
+        for name in ours:
+            if ours[name] != theirs[name]:
+                raise UserError(
+                    f"{run.task!r}: {other.variant!r} was run with {name} {theirs[name]}, {run.variant!r} with "
+                    f"{ours[name]}; such runs are not compared"
+                )
+
+
+def _lines(file: Path) -> list[Run]:
+    try:
+        lines = file.read_text(encoding="utf8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            content = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}, line {number}: not valid JSON: {error.msg}") from None
+        found.append(decode(Run, content, f"{file}, line {number}"))
+    return found
