@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pf2lora.report import choices
 from pf2lora.run import numbers
 from pf2lora.run.result import Point, Result
 from pf2lora.tasks.settings import Metric
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 
 console = Console(soft_wrap=False, highlight=False)
 
-COLUMNS = ("served", "before\naveraging", "worst\nclient", "spread", "sent per\nround", "training\nseconds")
+POINTS: dict[Point, str] = {
+    "served": "served",
+    "before_averaging": "before\naveraging",
+    "deploy": "deploy",
+}
 WARNINGS_SHOWN = 2  # of each method
 
 
@@ -41,12 +46,19 @@ def show_clients(workload: Workload) -> None:
     """One line: how many clients, rows and where they run."""
     rows = [len(c.train) for c in workload.clients]
     tests = sum(len(c.test) for c in workload.clients)
+    chosen_by = sum(len(c.validation) for c in workload.clients)
+    validation = f"{chosen_by} validation and " if chosen_by else ""
     model = workload.config.model
     console.print(
-        f"{len(rows)} clients with {min(rows)} to {max(rows)} training rows, {tests} test rows in all; "
+        f"{len(rows)} clients with {min(rows)} to {max(rows)} training rows, {validation}{tests} test rows in all; "
         f"{escape(model.name)} in {model.precision} on {workload.device}",
         soft_wrap=True,
     )
+
+
+def show_note(line: str) -> None:
+    """What a run has to say while it goes on."""
+    console.print(escape(line), soft_wrap=True)
 
 
 def show_result(result: Result, out: Path | None) -> None:
@@ -57,6 +69,11 @@ def show_result(result: Result, out: Path | None) -> None:
     unit = " in %" if about.percent else ""
     console.print(f"\n[bold]{escape(result.title)}[/bold]: {about.label}{unit} over clients{several}")
     console.print(score_table(result))
+    for name, method in result.methods.items():
+        chosen = choices.sentence(result, name)
+        if chosen:
+            whose = f"{escape(method.label)} deploys" if len(result.methods) > 1 else "deploy"
+            console.print(f"{whose}: {escape(chosen)}", soft_wrap=True)
     for method in result.methods.values():
         show_warnings(method.label, [line for run in method.runs for line in run.warnings])
     if out is not None:
@@ -64,7 +81,8 @@ def show_result(result: Result, out: Path | None) -> None:
 
 
 def score_table(result: Result) -> Table:
-    """One line per method, the best in bold; narrow enough for 80 columns with deviations."""
+    """One line per method, the best in bold: by what clients deploy, where all chose; worst client and spread are of
+    the same. Narrow enough for 80 columns with deviations, for which the spread makes room."""
     about = result.metrics[result.metric]
 
     def shown(name: str, point: Point, what: str = "mean") -> str:
@@ -76,18 +94,21 @@ def score_table(result: Result) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("method", overflow="fold")
-    for column in COLUMNS:
+    runs = [run for method in result.methods.values() for run in method.runs]
+    points = [point for point in POINTS if point != "deploy" or any(run.deploy for run in runs)]
+    spread = len(points) < len(POINTS) or all(len(m.runs) == 1 for m in result.methods.values())
+    of_clients = ("worst\nclient", "spread") if spread else ("worst\nclient",)
+    for column in (*(POINTS[p] for p in points), *of_clients, "sent per\nround", "training\nseconds"):
         table.add_column(column, justify="right", no_wrap=True)
-    served = {name: result.estimate(name, "served", result.metric) for name in result.methods}
-    known = {name: e.mean for name, e in served.items() if e is not None}
+    decisive = {name: result.estimate(name, result.point, result.metric) for name in result.methods}
+    known = {name: e.mean for name, e in decisive.items() if e is not None}
     best = (max if about.higher_is_better else min)(known, key=lambda n: known[n], default=None)
     for name, method in result.methods.items():
         table.add_row(
             escape(method.label),
-            shown(name, "served"),
-            shown(name, "before_averaging"),
-            shown(name, "served", "worst"),
-            shown(name, "served", "spread"),
+            *(shown(name, point) for point in points),
+            shown(name, result.point, "worst"),
+            *([shown(name, result.point, "spread")] if spread else []),
             numbers.size(method.runs[0].bytes_per_round.total),
             f"{sum(run.seconds for run in method.runs):.0f}",
             style="bold" if name == best else None,

@@ -63,7 +63,7 @@ def execute(config: Config, out: Path, force: bool, print_config: bool) -> None:
     if print_config:
         typer.echo(to_toml(config), nl=False)
         return
-    from pf2lora.cli.show import console, quiet_libraries, show_clients, show_result
+    from pf2lora.cli.show import quiet_libraries, show_clients, show_note, show_result
     from pf2lora.run import api
     from pf2lora.run.comparison import prepare
     from pf2lora.run.folder import check_free
@@ -72,5 +72,5 @@ def execute(config: Config, out: Path, force: bool, print_config: bool) -> None:
     check_free(out, force=force)  # before the model is loaded: a mistaken --out should not cost a minute
     workload = prepare(config)
     show_clients(workload)
-    result = api.run(config, out, force=force, on_note=lambda line: console.print(line), workload=workload)
+    result = api.run(config, out, force=force, on_note=show_note, workload=workload)
     show_result(result, out)

@@ -8,19 +8,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pf2lora.core.method import Loss, Method, State, StepStats, gradients, variable
+from pf2lora.core.hypergradient import shortened
+from pf2lora.core.method import Loss, State, StepStats, gradients, variable
 from pf2lora.core.optim import no_moments
+from pf2lora.methods.own_size import OwnSize
 
 
 @dataclass(frozen=True)
-class Newcomer(Method):
+class Newcomer(OwnSize):
     """`y ← y − α ∇_y F(x, y)`, the lower level of PF2LoRA alone; a personal head learns beside it, at rate `lr`."""
-
-    client_lr: float = 0.03
 
     name: ClassVar[str] = "newcomer"
     label: ClassVar[str] = "own adapter on the common one"
-    two_level: ClassVar[bool] = True
     federated: ClassVar[bool] = False
 
     def init(self, x: Tensor, y: Tensor) -> State:
@@ -33,9 +32,10 @@ class Newcomer(Method):
         loss = F(torch.cat([common, head_], dim=1), y_, batch)
         g_head, g_y = gradients(loss, head_, y_)
         head, opt = self.descend(g_head, s.opt, head)
-        return State(torch.cat([common, head], dim=1), s.y - self.client_lr * g_y, opt), StepStats(
-            loss.detach()
-        )
+        step, longest = self.rate * g_y, self.longest(s.y)
+        if longest is not None:
+            step = shortened(step, longest) * step
+        return State(torch.cat([common, head], dim=1), s.y - step, opt), StepStats(loss.detach())
 
     def send(self, s: State) -> tuple[State, Tensor]:
         return s, s.x[:, :0]

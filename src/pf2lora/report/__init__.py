@@ -10,7 +10,7 @@ from pathlib import Path
 from pf2lora import __version__
 from pf2lora.atomic import write_text
 from pf2lora.errors import UserError
-from pf2lora.report import findings, payload, views
+from pf2lora.report import choices, findings, payload, views
 from pf2lora.run.result import Result
 
 HERE = Path(__file__).parent
@@ -21,6 +21,7 @@ SCRIPTS = (
     "linechart.js",
     "curves.js",
     "clients.js",
+    "choices.js",
     "ranks.js",
     "examples.js",
     "main.js",
@@ -77,6 +78,8 @@ def render(runs: list[Result], names: list[str] | None = None) -> str:
         seed_counts=views.seed_counts(series),
         metric=runs[0].metrics[metric],
         headline=views.headline(series, metric),
+        decisive=views.decisive(series),
+        choices=choices.table(series, metric),
         costs=views.costs(series),
         warnings=views.warnings(series),
         several_seeds=any(len(s.seeds) > 1 for s in series),

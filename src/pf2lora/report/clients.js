@@ -1,11 +1,17 @@
-/* Who gains, who loses: one method against another, client by client; a method alone, against itself before averaging. */
+/* Who gains, who loses: one method against another, client by client; a method alone, what it deploys or serves against
+   itself a moment before. */
+
+const WHEN = { deploy: 'deployed', served: 'served', before_averaging: 'before averaging' };
+const MISSING = { deploy: ': it has no validation rows to choose by', before_averaging: ': it has no point before averaging', served: '' };
 
 function clientsView(host, data) {
   const names = data.series.map((series) => series.method);
   const method = Math.max(0, names.findIndex((name) => name.startsWith('pf2lora')));
   const others = names.map((_, i) => i).filter((i) => i !== method);
   const baseline = others.find((i) => names[i] === 'local') ?? others[0] ?? method;
-  const state = { method, baseline, metric: data.metric, point: 'served' };
+  const chosen = (series) => series.runs.every((run) => run.final.deploy);
+  const some = data.series.some((series) => series.runs.some((run) => run.final.deploy));
+  const state = { method, baseline, metric: data.metric, point: data.series.every(chosen) ? 'deploy' : 'served' };
   const summary = el('p', { class: 'verdict', 'aria-live': 'polite' });
   const body = el('div');
   const draw = () => {
@@ -21,7 +27,8 @@ function clientsView(host, data) {
     alone ? null : select('Method', options, state.method, set('method')),
     alone ? null : select('Against', options, state.baseline, set('baseline')),
     select('Score', metrics, state.metric, set('metric')),
-    alone ? null : segments('Taken', POINTS, 'served', set('point'))), summary, body);
+    alone && !some ? null : segments('Taken', alone ? [['deploy', 'Deployed, against served'], ['served', 'Served, against before averaging']]
+      : [...POINTS, ...(some ? [['deploy', 'Deployed']] : [])], state.point, set('point'))), summary, body);
   draw();
 }
 
@@ -30,16 +37,17 @@ function comparison(data, state) {
   const info = data.metrics[state.metric];
   const alone = data.series.length === 1;
   const [one] = data.series;
-  const [method, baseline] = alone ? [{ ...one, label: `${one.label}, served` }, { ...one, label: `${one.label}, before averaging` }]
+  const earlier = state.point === 'deploy' ? 'served' : 'before_averaging';
+  const [method, baseline] = alone ? [state.point, earlier].map((point) => ({ ...one, label: `${one.label}, ${WHEN[point]}` }))
     : [data.series[state.method], data.series[state.baseline]];
   const scores = finals(method, state.point, state.metric, data.clients);
-  const others = finals(baseline, alone ? 'before_averaging' : state.point, state.metric, data.clients);
+  const others = finals(baseline, alone ? earlier : state.point, state.metric, data.clients);
   const sign = info.higher_is_better ? 1 : -1;
   const rows = data.clients.map((name, k) => ({ name, score: scores[k], other: others[k],
     gain: scores[k] && others[k] ? sign * (scores[k].mean - others[k].mean) : null }));
   rows.sort((a, b) => (b.gain ?? -Infinity) - (a.gain ?? -Infinity));
   const measured = rows.filter((row) => row.score);
-  if (!measured.length) return [`${method.label} has no such scores${state.point === 'served' ? '' : ': it has no point before averaging'}.`];
+  if (!measured.length) return [`${method.label} has no such scores${MISSING[state.point]}.`];
   const worst = measured.reduce((low, row) => sign * row.score.mean < sign * low.score.mean ? row : low);
   const ends = rows.flatMap((row) => [row.score, row.other]).filter(Boolean).flatMap((e) => [e.mean - (e.deviation ?? 0), e.mean + (e.deviation ?? 0)]);
   const [low, high] = [Math.min(...ends), Math.max(...ends)];

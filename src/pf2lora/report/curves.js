@@ -40,6 +40,9 @@ function curvesView(host, data) {
   const most = Math.max(...scores.map(measured));
   const first = measured(data.metric) > 1 ? data.metric : scores.find((name) => measured(name) === most);
   const state = { metric: first, point: 'served', loss: 'train', who: 'mean' };
+  const validated = data.series.some((series) => series.runs.some((run) => run.rounds.some((round) => round.validation_loss)));
+  const validation = (series) => curve(series, (round) => ofClients(round.validation_loss, state.who, false));
+  const bestRound = (series) => validation(series).reduce((best, point) => best && best.mean <= point.mean ? best : point, null)?.x ?? null;
   const [score, loss] = [el('figure', { class: 'chart' }), el('figure', { class: 'chart' })];
   const whose = () => state.who === 'mean' ? 'mean over clients' : state.who === 'worst' ? 'worst client' : data.clients[Number(state.who)];
   const drawScore = () => {
@@ -47,17 +50,18 @@ function curvesView(host, data) {
     const lines = visible(data.series).map((series) => ({ series,
       points: curve(series, (round) => ofClients(round[state.point]?.[state.metric], state.who, info.higher_is_better)) }));
     const when = state.point === 'served' ? 'served' : 'before averaging';
-    lineChart(score, { title: `${info.label}${info.percent ? ' (%)' : ''}, ${when}, ${whose()}`, lines,
+    lineChart(score, { marked: bestRound, title: `${info.label}${info.percent ? ' (%)' : ''}, ${when}, ${whose()}`, lines,
       format: (value) => formatScore(value, info), tickFormat: (value) => minus(String(Number((info.percent ? value * 100 : value).toPrecision(6)))) });
   };
   const drawLoss = () => {
-    const pick = (round) => ofClients(state.loss === 'train' ? round.train_loss : round[state.loss]?.loss, state.who, false);
+    const own = { train: 'train_loss', validation: 'validation_loss' }[state.loss];
+    const pick = (round) => ofClients(own ? round[own] : round[state.loss]?.loss, state.who, false);
     const lines = visible(data.series).map((series) => ({ series, points: curve(series, pick) }));
-    const which = { train: 'training loss', served: 'test loss, served', before_averaging: 'test loss, before averaging' }[state.loss];
-    lineChart(loss, { title: `${which}, ${whose()}`, lines, format: (value) => minus(value.toFixed(3)), tickFormat: (value) => minus(String(value)) });
+    const which = { train: 'training loss', validation: 'validation loss, served', served: 'test loss, served', before_averaging: 'test loss, before averaging' }[state.loss];
+    lineChart(loss, { marked: bestRound, title: `${which}, ${whose()}`, lines, format: (value) => minus(value.toFixed(3)), tickFormat: (value) => minus(String(value)) });
   };
   const set = (key, ...draws) => (value) => { state[key] = value; draws.forEach((draw) => draw()); };
-  const losses = [['train', 'Training'], ...('loss' in data.metrics ? [['served', 'Test, served'], ['before_averaging', 'Test, before']] : [])];
+  const losses = [['train', 'Training'], ...(validated ? [['validation', 'Validation']] : []), ...('loss' in data.metrics ? [['served', 'Test, served'], ['before_averaging', 'Test, before']] : [])];
   host.append(legend(data.series),
     data.clients.length ? el('div', { class: 'controls' }, select('Client', [['mean', 'Mean over clients'], ['worst', 'Worst client'],
       ...data.clients.map((name, k) => [k, name])], 'mean', set('who', drawScore, drawLoss))) : el('span'),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pf2lora.run import numbers
 from pf2lora.run.estimates import Estimate, estimate, within_spread
-from pf2lora.run.result import Point, Result
+from pf2lora.run.result import Point, Result, SeedRun
 
 LOCAL, SINGLE = "local", "homlora"  # the two comparisons everyone asks for
+AS: dict[Point, str] = {"served": "served", "deploy": "deployed"}
 SMALL_SHARE = 0.01  # below this, a client's own adapter hardly changes what the common one does
 
 
 def findings(result: Result) -> list[str]:
     """The sentences, the most important first."""
     view = _View(result)
-    steps = (_best, _local, _own_adapter, _averaging, _worst_client, _client_share, _warnings)
+    steps = (_best, _local, _own_adapter, _choices, _averaging, _worst_client, _client_share, _warnings)
     return [text for step in steps if (text := step(view))]
 
 
@@ -25,9 +26,11 @@ class _View:
         self.metric = result.metric
         self.info = result.metrics[self.metric]
         self.sign = 1 if self.info.higher_is_better else -1
+        self.point = result.point
+        self.scores = self.estimates(self.point, "mean")
         self.served = self.estimates("served", "mean")
         self.before = self.estimates("before_averaging", "mean")
-        self.order = sorted(self.served, key=lambda m: -self.sign * self.served[m].mean)
+        self.order = sorted(self.scores, key=lambda m: -self.sign * self.scores[m].mean)
 
     def estimates(self, point: Point, what: str) -> dict[str, Estimate]:
         found = {m: self.result.estimate(m, point, self.metric, what) for m in self.result.methods}
@@ -52,7 +55,7 @@ class _View:
 
     def gains(self, method: str, baseline: str) -> dict[int, tuple[float, bool | None]]:
         """Per client: how much better `method` is than `baseline`, and whether that is within the spread."""
-        pairs = zip(*(self.result.client_estimates(m, "served", self.metric) for m in (method, baseline)))
+        pairs = zip(*(self.result.client_estimates(m, self.point, self.metric) for m in (method, baseline)))
         return {
             k: (self.sign * (a.mean - b.mean), within_spread(a, b))
             for k, (a, b) in enumerate(pairs)
@@ -65,15 +68,15 @@ def _best(view: _View) -> str:
     if not view.order:
         return ""
     first, rest = view.order[0], view.order[1:]
-    seeds = view.served[first].count
+    seeds = view.scores[first].count
     over = f"mean over {_plural(len(view.result.clients), 'client')} and {_plural(seeds, 'seed')}"
-    name, figure = view.label(first), f"{view.number(view.served[first])} {view.info.label} ({over})"
+    name, figure = view.label(first), f"{view.number(view.scores[first])} {view.info.label} ({over})"
     if not rest:
-        return f"{name} reaches {figure} as served."
-    text = f"As served, {name} scores best: {figure}."
+        return f"{name} reaches {figure} as {AS[view.point]}."
+    text = f"As {AS[view.point]}, {name} scores best: {figure}."
     if seeds == 1:
         return f"{text} This is one seed: whether a difference is more than chance needs several (--seeds 3)."
-    close = [m for m in rest if within_spread(view.served[m], view.served[first])]
+    close = [m for m in rest if within_spread(view.scores[m], view.scores[first])]
     if close:
         are = "is" if len(close) == 1 else "are"
         names = numbers.listed([view.label(m) for m in close])
@@ -84,11 +87,11 @@ def _best(view: _View) -> str:
 def _local(view: _View) -> str:
     """Does federating beat training alone, and for whom?"""
     methods = [m for m in view.federated() if m != LOCAL]
-    if LOCAL not in view.served or not methods:
+    if LOCAL not in view.scores or not methods:
         return ""
     best = methods[0]
-    gain = view.sign * (view.served[best].mean - view.served[LOCAL].mean)
-    within = within_spread(view.served[best], view.served[LOCAL])
+    gain = view.sign * (view.scores[best].mean - view.scores[LOCAL].mean)
+    within = within_spread(view.scores[best], view.scores[LOCAL])
     verdict = "Federating beats training alone" if gain > 0 else "Federating does not beat training alone"
     if within:
         verdict = "Federating and training alone cannot be told apart"
@@ -118,14 +121,47 @@ def _who_gains(view: _View, method: str, baseline: str) -> str:
 def _own_adapter(view: _View) -> str:
     """What the client's own adapter adds to one common adapter."""
     own, common = "pf2lora", SINGLE
-    if own not in view.served or common not in view.served:
+    if own not in view.scores or common not in view.scores:
         return ""
-    within = within_spread(view.served[own], view.served[common])
-    change = view.change(view.served[own].mean - view.served[common].mean)
+    within = within_spread(view.scores[own], view.scores[common])
+    change = view.change(view.scores[own].mean - view.scores[common].mean)
     return (
         f"The client’s own adapter: {view.label(own)} is {change} against {view.label(common)}, which has "
         f"the common adapter only{_within(within)}. {_who_gains(view, own, common)}"
     )
+
+
+def _choices(view: _View) -> str:
+    """How many clients took something else than what they are served, and what that brought."""
+    both = [m for m in view.scores if m in view.served]
+    if view.point != "deploy" or not both:
+        return ""
+    gains = {m: view.sign * (view.scores[m].mean - view.served[m].mean) for m in both}
+    moved = {m: 1 - _served_share(view.result.methods[m].runs) for m in both}
+    parts = [f"{moved[m]:.0%} ({view.label(m)})" for m in both if moved[m]]
+    if not parts:
+        return (
+            "Every client deploys what it is served after the last round: no other model was clearly better on its "
+            "validation rows."
+        )
+    most = max(gains, key=lambda m: gains[m])
+    if len(both) == 1:
+        return (
+            f"{moved[most]:.0%} of the clients deploy something else than what they are served: "
+            f"{view.change(view.sign * gains[most])} against the served score."
+        )
+    text = f"Clients that deploy something else than what they are served: {numbers.listed(parts)}."
+    if gains[most] <= 0:
+        return f"{text} On the test rows that brings no method anything."
+    return f"{text} It brings {view.label(most)} most: {view.change(view.sign * gains[most])} against its served score."
+
+
+def _served_share(runs: list[SeedRun]) -> float:
+    """The share of clients, over seeds, that deploy what they are served after the last round."""
+    found = [
+        c.candidate == "served" and c.round == run.rounds[-1].round for run in runs for c in run.choices or []
+    ]
+    return sum(found) / len(found) if found else 1.0
 
 
 def _averaging(view: _View) -> str:
@@ -145,16 +181,18 @@ def _averaging(view: _View) -> str:
         text += f" and {view.label(least)} {numbers.score(costs[least], view.info)}"
     elif least != most:
         text += f", while {view.label(least)} gains {numbers.score(-costs[least], view.info)} by it"
-    return f"{text}. Compare methods by the served score unless clients keep the model they had before."
+    if view.point == "served":
+        return f"{text}. Compare methods by the served score unless clients keep the model they had before."
+    return f"{text}. As deployed, each client has chosen between the two."
 
 
 def _worst_client(view: _View) -> str:
-    """The client who is served worst by the best method, and the method that is kindest to its worst."""
-    worst = view.estimates("served", "worst")
+    """The client who is worst off with the best method, and the method that is kindest to its worst."""
+    worst = view.estimates(view.point, "worst")
     if not view.order or not worst:
         return ""
     best = view.order[0]
-    scores = view.result.client_estimates(best, "served", view.metric)
+    scores = view.result.client_estimates(best, view.point, view.metric)
     known = {k: e for k, e in enumerate(scores) if e is not None}
     if len(known) < 2:
         return ""

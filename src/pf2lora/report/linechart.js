@@ -17,8 +17,8 @@ function swatch(series) {
     svg('path', { d: shapeOf(series), transform: 'translate(14 6)' }));
 }
 
-/* lines: [{ series, points: [{ x, mean, deviation }] }] */
-function lineChart(host, { title, lines, format, tickFormat = format, log = false }) {
+/* lines: [{ series, points: [{ x, mean, deviation }] }]; `marked(series)` is the round that gets a ring, or null. */
+function lineChart(host, { title, lines, format, tickFormat = format, log = false, marked = () => null }) {
   const drawn = lines.filter((line) => line.points.length);
   const heading = el('figcaption', {}, title);
   if (!drawn.length) {
@@ -29,7 +29,7 @@ function lineChart(host, { title, lines, format, tickFormat = format, log = fals
   const root = svg('svg', { width: frame.width, height: frame.height, viewBox: `0 0 ${frame.width} ${frame.height}`, tabindex: 0, role: 'img',
     'aria-label': `${summary(title, drawn, format)} Left and right arrow keys read the rounds.` });
   // The first method lies on top of those it is compared with.
-  root.append(axes(frame, tickFormat), ...drawn.toReversed().map((line) => lineGroup(line, frame)));
+  root.append(axes(frame, tickFormat), ...drawn.toReversed().map((line) => lineGroup(line, frame, marked(line.series))));
   const status = el('div', { class: 'quiet', 'aria-live': 'polite' });
   const table = asTable(title, () => lineRows(drawn, format));
   host.replaceChildren(heading, el('div', { class: 'plot' }, root), status, table);
@@ -73,17 +73,19 @@ function axes(frame, format) {
     svg('text', { class: 'unit', x: width - margin.right, y: height - 3, 'text-anchor': 'end' }, 'round'));
 }
 
-function lineGroup({ series, points }, frame) {
+function lineGroup({ series, points }, frame, ringed) {
   const at = (point, value) => `${frame.x(point.x).toFixed(1)},${frame.y(value).toFixed(1)}`;
   const banded = points.filter((point) => point.deviation !== null);
   const edge = [...banded.map((point) => at(point, point.mean + point.deviation)),
     ...banded.toReversed().map((point) => at(point, point.mean - point.deviation))];
   const every = Math.ceil(points.length / 12);
-  const marked = points.filter((_, i) => (points.length - 1 - i) % every === 0);
+  const shown = points.filter((_, i) => (points.length - 1 - i) % every === 0);
+  const ring = points.find((point) => point.x === ringed);
   return svg('g', { class: 'line', 'data-series': series.label, style: colorOf(series) },
     edge.length > 2 ? svg('polygon', { class: 'band', points: edge.join(' ') }) : null,
     svg('polyline', { points: points.map((point) => at(point, point.mean)).join(' '), 'stroke-dasharray': dashOf(series) }),
-    marked.map((point) => svg('path', { d: shapeOf(series), transform: `translate(${at(point, point.mean)})` })));
+    shown.map((point) => svg('path', { d: shapeOf(series), transform: `translate(${at(point, point.mean)})` })),
+    ring ? svg('circle', { class: 'ring', cx: frame.x(ring.x), cy: frame.y(ring.mean), r: 7 }) : null);
 }
 
 function summary(title, lines, format) {

@@ -1,6 +1,6 @@
 /* Start: read the data, fill each view's place, the theme button. */
 
-const VIEWS = { curves: curvesView, shares: sharesView, clients: clientsView, ranks: ranksView, examples: examplesView };
+const VIEWS = { curves: curvesView, shares: sharesView, clients: clientsView, choices: choicesView, ranks: ranksView, examples: examplesView };
 
 function startTheme() {
   const root = document.documentElement;

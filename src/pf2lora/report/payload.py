@@ -48,6 +48,7 @@ def _run_payload(run: SeedRun, metrics: list[str]) -> dict[str, Any]:
     return {
         "seed": run.seed,
         "layers": run.layers,
+        "choices": None if run.choices is None else [asdict(choice) for choice in run.choices],
         "final": {
             point: {m: scores[m].per_client if m in scores else None for m in metrics} if scores else None
             for point in POINTS

@@ -108,6 +108,7 @@ def headline(series: list[Series], metric: str) -> list[dict[str, Any]]:
 def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
     """Rows whose scores can be ranked against each other."""
     info = series[0].result.metrics[metric]
+    point = decisive(series)
 
     def estimates(point: Point, what: str) -> list[Estimate | None]:
         return [s.result.estimate(s.method, point, metric, what) for s in series]
@@ -116,14 +117,16 @@ def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
         series,
         ranked(estimates("served", "mean"), info),
         ranked(estimates("before_averaging", "mean"), info),
-        ranked(estimates("served", "worst"), info),
-        estimates("served", "spread"),
+        ranked(estimates("deploy", "mean"), info),
+        ranked(estimates(point, "worst"), info),
+        estimates(point, "spread"),
     )
     return [
         {
             "series": s,
             "served": served,
             "before": before,
+            "deploy": deploy,
             "worst": worst,
             "spread": numbers.score(_mean(spread), info),
             "parameters": numbers.count(
@@ -132,8 +135,13 @@ def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
             "bytes": numbers.size(_mean(s.cost("bytes_per_round", "adapter"))),
             "seconds": numbers.duration(_mean(s.cost("seconds"))),
         }
-        for s, served, before, worst, spread in columns
+        for s, served, before, deploy, worst, spread in columns
     ]
+
+
+def decisive(series: list[Series]) -> Point:
+    """What methods are compared by: what clients deploy, where all of them chose it."""
+    return "deploy" if all(s.result.point == "deploy" for s in series) else "served"
 
 
 def _by_run(series: list[Series]) -> list[list[Series]]:
@@ -188,7 +196,8 @@ def client_data(result: Result) -> dict[str, Any]:
             parts.append(("other", sum(client.labels.values()) - sum(size for _, size in parts)))
         total = sum(size for _, size in parts)
         described = [f"{label}: {size} ({size / total:.0%})" for label, size in parts if size]
-        sizes = f"{client.train} rows to train on, {client.test} to test on"
+        chosen_by = f", {client.validation} to choose by" if client.validation else ""
+        sizes = f"{client.train} rows to train on{chosen_by}, {client.test} to test on"
         rows.append(
             {
                 "client": client,
@@ -264,6 +273,8 @@ def parts_present(runs: list[Result]) -> dict[str, bool]:
     rounds = [entry for seed in seeds for entry in seed.rounds]
     return {
         "clients": same_clients(runs),
+        "deploy": any(seed.choices for seed in seeds),
+        "validation": any(client.validation for result in runs for client in result.clients),
         "ranks": any(entry.ranks for entry in rounds),
         "shares": any(entry.client_share or entry.second_order_share for entry in rounds),
         "examples": len(runs) == 1 and bool(runs[0].examples),

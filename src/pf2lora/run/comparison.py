@@ -16,11 +16,12 @@ import pf2lora
 from pf2lora.core.randomness import participants
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
+from pf2lora.methods.own_size import AUTO, FIXED
 from pf2lora.run import trial as trials
 from pf2lora.run.config import Config, to_dict
 from pf2lora.run.progress import track
 from pf2lora.run.result import ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
-from pf2lora.run.set_up import check_methods, schedule_of, set_up
+from pf2lora.run.set_up import check_methods, method_settings, schedule_of, set_up
 from pf2lora.run.trial import Outcome
 from pf2lora.run.workload import Workload, load_workload
 
@@ -37,6 +38,7 @@ class Watcher:
 def prepare(config: Config) -> Workload:
     """Data, tokens and the frozen base model, and every method set up once: what is wrong is said before training."""
     schedule_of(config, config.training.seed)
+    check_validation(config)
     names = [METHODS[name].name for name in config.training.method]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -47,6 +49,18 @@ def prepare(config: Config) -> Workload:
     workload = load_workload(config)
     check_methods(workload)
     return workload
+
+
+def check_validation(config: Config) -> None:
+    """What is chosen by validation rows cannot be asked for without them."""
+    data, training = config.data, config.training
+    if data.validation or data.validation_ratio != 0:
+        return
+    for flag, asked in (("--patience", training.patience), ("--personal-steps", training.personal_steps)):
+        if asked:
+            raise UserError(
+                f"{flag} {asked} is judged on validation rows, and --validation-ratio 0 leaves none"
+            )
 
 
 def compare(config: Config, watcher: Watcher | None = None, workload: Workload | None = None) -> Result:
@@ -72,10 +86,21 @@ def compare(config: Config, watcher: Watcher | None = None, workload: Workload |
 
 def tell_notes(workload: Workload, watcher: Watcher, told: set[str]) -> None:
     """What the data and the task have to say, each line once."""
-    for note in (*workload.notes, *workload.task.notes):
+    for note in (*workload.notes, *without_validation(workload), *workload.task.notes):
         if note not in told:
             told.add(note)
             watcher.on_note(note)
+
+
+def without_validation(workload: Workload) -> list[str]:
+    """One line where nobody has validation rows: what is then not chosen by them."""
+    if workload.validation is not None:
+        return []
+    asked = workload.config.training.method
+    line = "no validation rows: every client deploys what it is served after the last round"
+    if any(method_settings(workload.config, name).get("client_lr") == AUTO for name in asked):
+        line += f", and --client-lr auto is {FIXED:g}"
+    return [line]
 
 
 def add_examples(
@@ -134,6 +159,12 @@ def run_together(workload: Workload, asked: str, seeds: tuple[int, ...], watcher
     except BaseException:
         trial.model.remove()
         raise
+    last = found[0].record.rounds[-1].round
+    if last < training.rounds:
+        watcher.on_note(
+            f"{method.label}{which}: stopped after round {last} of {training.rounds}: the mean validation loss did not "
+            f"fall for {training.patience} evaluation{'s' if training.patience != 1 else ''}"
+        )
     for outcome in found:
         what = method.label + (f", seed {outcome.record.seed}" if training.seeds > 1 else "")
         for line in method.findings(trials.second_order_shares(outcome.record.rounds)):
@@ -154,7 +185,8 @@ def describe(workload: Workload, methods: dict[str, MethodResult], examples: lis
         metrics=dict(task.metrics),
         base_model=config.model.name,
         clients=[
-            ClientInfo(c.name, len(c.train), len(c.test), task.describe(c.train)) for c in workload.clients
+            ClientInfo(c.name, len(c.train), len(c.test), task.describe(c.train), len(c.validation))
+            for c in workload.clients
         ],
         config=to_dict(config),
         versions=versions(),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -91,7 +91,7 @@ def append_metrics(folder: Path, method: str, seed: int, record: RoundRecord) ->
 class SavedMethod:
     """What a run saves of a method: the names, what loading needs to know, and nobody's data.
 
-    `method` is its name in the config; `shares_one_model`: all clients are served the common adapter.
+    `method` is its name in the config; `shares_one_model`: all clients deploy the common adapter.
     """
 
     method: str
@@ -148,12 +148,15 @@ def save_description(where: Path, saved: SavedMethod) -> None:
 
 
 def save_outcome(out: Path, workload: Workload, asked: str, seed: int, outcome: Outcome) -> None:
-    """The adapters of the method asked for: the common one, and each client's unless all are served the same."""
+    """The adapters of the method asked for: the common one, and what each client deploys unless that is the same."""
     config, task, kind = workload.config, workload.task, METHODS[asked]
     where = place(out, config, kind.name)
+    shared = False
     if outcome.common is not None:
         save_common(where, outcome.model, outcome.common, task.peft_type, config.model.name)
-    if not kind.pooled:
+        common = outcome.common.cpu()
+        shared = kind.pooled and all(torch.equal(row, common) for row in outcome.common_of_client.cpu())
+    if not shared:
         for k, name in enumerate(workload.names):
             save_client(
                 where,
@@ -164,7 +167,7 @@ def save_outcome(out: Path, workload: Workload, asked: str, seed: int, outcome: 
                 task.peft_type,
                 config.model.name,
             )
-    save_description(where, description(workload, asked, seed))
+    save_description(where, replace(description(workload, asked, seed), shares_one_model=shared))
 
 
 def description(workload: Workload, asked: str, seed: int) -> SavedMethod:

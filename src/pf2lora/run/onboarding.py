@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pf2lora.atomic import write_json
-from pf2lora.core.method import Method
+from pf2lora.core.method import Method, Surroundings
 from pf2lora.data.client import Client, check_name
-from pf2lora.data.loading import read_rows, split_client
+from pf2lora.data.loading import read_rows, split_client, with_validation
 from pf2lora.data.split import MINIMUM_ROWS
 from pf2lora.engines.batches import Encoded
 from pf2lora.engines.local import Schedule, Step, train
@@ -42,9 +43,16 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
     first, personal = (t.to(run.device) for t in run.model.initial(saved.seed, [name]))
     settings = method_settings(run.config, saved.method)
     rates = {key: settings[key] for key in ("lr", "weight_decay")}
-    newcomer = Newcomer(run.model.common_layout, client_lr=settings["client_lr"], **rates)
-    alone = Local(run.model.common_layout, **rates)
     fitting = Fitting(run, client, run.config.training.rounds if rounds is None else rounds)
+    surroundings = Surroundings(
+        run.model.common_layout,
+        run.model.spec.rank,
+        *(1, (0,)),
+        personal_layout=run.model.personal_layout,
+        validated=fitting.validation is not None,
+    )
+    newcomer = Newcomer.set_up(surroundings, rates | {"client_lr": settings["client_lr"]})
+    alone = Local(run.model.common_layout, **rates)
     own = fitting.fit(newcomer, common, personal)
     alone_common, _ = fitting.fit(
         alone, first, run.no_personal()
@@ -75,22 +83,34 @@ def check_newcomer(run: LoadedRun, name: str) -> None:
 
 
 def read_client(run: LoadedRun, name: str, file: Path) -> Client[Any]:
-    """The newcomer's rows, a share of them held out for the comparison."""
+    """The newcomer's rows: a share of them held out for the comparison, and of the rest one to choose by."""
     task = run.config.task
     rows = read_rows(task, file, run.saved.labels)
     if len(rows) < MINIMUM_ROWS:
         raise UserError(f"{file}: client {name!r} has {len(rows)} rows; at least {MINIMUM_ROWS} are needed")
-    return split_client(task, name, rows, run.config.data.test_ratio, run.saved.seed)
+    data, seed = run.config.data, run.saved.seed
+    return with_validation(
+        task, split_client(task, name, rows, data.test_ratio, seed), data.validation_ratio, seed
+    )
 
 
 class Fitting:
-    """A newcomer's rows, to be learned from and measured on."""
+    """A newcomer's rows, to be learned from, chosen by and measured on."""
 
     def __init__(self, run: LoadedRun, client: Client[Any], rounds: int) -> None:
         self.run, self.client = run, client
         self.schedule = Schedule(rounds, run.config.training.steps, seeds=(run.saved.seed,))
         self.train: Encoded = run.task.encode([client.train], training=True).to(run.device)
         self.test: Encoded = run.task.encode([client.test], training=False).to(run.device)
+        self.validation: Encoded | None = None
+        if client.validation:
+            self.validation = run.task.encode([client.validation], training=False).to(run.device)
+
+    def judge(self, common: Tensor, personal: Tensor) -> Tensor:
+        """The losses on the validation rows, inf where a model's outputs are no numbers."""
+        assert self.validation is not None
+        found = self.run.task.losses(self.run.model, common, personal, self.validation, [0])
+        return found.masked_fill(~torch.isfinite(found), torch.inf)
 
     def fit(self, method: Method, common: Tensor, personal: Tensor) -> tuple[Tensor, Tensor]:
         """As many local steps as the run's own clients had."""
@@ -116,9 +136,12 @@ class Fitting:
                 self.schedule,
                 device=run.device,
                 on_step=on_step,
+                judges=None if self.validation is None else lambda clients: self.judge,
             )
-            last = deque(rounds, maxlen=1).pop()
-        return last.served.x, last.served.y
+            state = deque(rounds, maxlen=1).pop().served
+        if method.resizes:
+            state = method.resize(state, self.judge, serving=True)
+        return state.x, state.y
 
     def measure(self, common: Tensor, personal: Tensor) -> Scores:
         """The scores on the rows held out."""

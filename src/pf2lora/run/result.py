@@ -34,6 +34,7 @@ class ClientInfo:
     train: int
     test: int
     labels: dict[str, int]
+    validation: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,12 @@ class Result:
 
     # --- reading it -----------------------------------------------------------------------------------------
 
+    @property
+    def point(self) -> Point:
+        """What methods are compared by: what clients deploy, or what they are served where not all chose."""
+        runs = [run for method in self.methods.values() for run in method.runs]
+        return "deploy" if all(run.deploy is not None for run in runs) else "served"
+
     def served(self, metric: str | None = None, method: str | None = None) -> Scores:
         """The scores after the last average: of `metric` (default: the headline) for `method` (the first)."""
         return self.scores("served", metric, method)
@@ -224,7 +231,7 @@ class Result:
         for point in POINTS:
             found = self.estimate(name, point, self.metric)
             row[point] = found.mean if found else None
-        worst = self.estimate(name, "served", self.metric, "worst")
+        worst = self.estimate(name, self.point, self.metric, "worst")
         return row | {
             "worst client": worst.mean if worst else None,
             "bytes per round": runs[0].bytes_per_round.total,

@@ -29,7 +29,7 @@ from pf2lora.run.evaluation import (
 from pf2lora.run.result import ROUND_POINTS, Numbers, RoundRecord, SeedRun
 from pf2lora.run.set_up import Trial
 from pf2lora.run.validation import sampled_judge
-from pf2lora.run.warnings import Moving, training_warnings
+from pf2lora.run.warnings import Moving, has_a_rate, training_warnings
 from pf2lora.tasks.base import Example
 
 
@@ -43,7 +43,7 @@ class Outcome:
     personal_of_client: Tensor  # (clients, Q)
     common: Tensor | None  # (P,)
     model: TwoLevelModel
-    examples: list[list[Example]]  # a few of each client's answers, for the report
+    examples: list[list[Example]]  # a few answers of what each client deploys, for the report
 
 
 @dataclass
@@ -88,6 +88,7 @@ def run(
     )
     deployment = Deployment(trial) if workload.validation is not None else None
     stopper = Stopper(config.training.patience)
+    watches = has_a_rate(method, trial.model.spec.client_rank)
 
     def stepped(step: Step) -> None:
         watched.steps.add(step)
@@ -109,7 +110,7 @@ def run(
         records, last = round_records(trial, done, measured_rounds, watched, deployment, stopper)
         watched.evaluation_seconds += time.perf_counter() - started
         note_sent(trial, done, watched)
-        if method.two_level:
+        if watches:
             moving.look(done.served.y, done.participants)
         for seed, own, record in zip(trial.seeds, watched.rounds, records):
             own.append(record)
@@ -119,7 +120,7 @@ def run(
     memory = costs.peak_memory(
         workload.device
     )  # before operations are counted, which takes memory of its own
-    still = moving.still if method.two_level else []
+    still = moving.still if watches else []
     return outcomes(trial, done, watched, deployment, still, memory)
 
 
@@ -249,7 +250,7 @@ def outcomes(
         record = replace(
             record, flops_per_round=flops / len(trial.seeds) / done.number, peak_memory_bytes=memory
         )
-        examples = watched.last["served"].examples[own]
+        examples = (watched.deployed or watched.last[SERVED]).examples[own]
         vector = None if common is None else common[s]
         found.append(Outcome(record, models.common[own], models.personal[own], vector, trial.model, examples))
     return found
@@ -285,7 +286,12 @@ def seed_run(
             *workload.notes,
             *workload.task.notes,
             *not_finite(workload.names, metrics, scores["served"]),
-            *training_warnings(workload.names, watched.rounds[s], still),
+            *training_warnings(
+                workload.names,
+                watched.rounds[s],
+                still,
+                client_lr=has_a_rate(method, trial.model.spec.client_rank),
+            ),
         ],
     )
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from pf2lora.core.method import Method
 from pf2lora.run.result import RoundRecord
 
 HARDLY = 1e-5  # a relative change of y over a round below this counts as not moving
+NOISE = 0.02, 0.01  # a loss has risen when it did by more than this share of its start, and by this much
 
 
 class Moving:
@@ -26,17 +28,30 @@ class Moving:
         self.previous.copy_(personal)
 
 
+def has_a_rate(method: Method, client_rank: int) -> bool:
+    """Whether a client's own adapter moves by a rate that the user gave: one that finds its own size may well stay
+    at none."""
+    return method.two_level and not method.resizes and client_rank > 0
+
+
+def rose(start: float, end: float) -> bool:
+    """Whether a loss rose by more than rounds differ among themselves."""
+    share, least = NOISE
+    return end - start > max(share * abs(start), least)
+
+
 def training_warnings(
-    names: Sequence[str], rounds: Sequence[RoundRecord], still: Sequence[bool]
+    names: Sequence[str], rounds: Sequence[RoundRecord], still: Sequence[bool], *, client_lr: bool
 ) -> list[str]:
-    """What a user should look at: a loss above its start, client adapters that do not move."""
+    """What a user should look at: a loss above its start, client adapters that do not move. `client_lr` says whether
+    the user has such a rate to change."""
     found = []
     for k, name in enumerate(names):
         losses = [loss for r in rounds if (loss := r.train_loss[k]) is not None]
-        if len(losses) > 1 and losses[-1] > losses[0]:
+        if len(losses) > 1 and rose(losses[0], losses[-1]):
             found.append(
                 f"client {name!r}: the training loss rose above its start ({losses[0]:.3f} → {losses[-1]:.3f}); "
-                f"a smaller lr or client_lr may help"
+                f"a smaller lr{' or client_lr' if client_lr else ''} may help"
             )
         if still and still[k]:
             found.append(
