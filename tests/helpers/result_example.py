@@ -45,7 +45,7 @@ def make_result(
         for name in METHODS
     }
     return {
-        "format": 2,
+        "format": 3,
         "title": f"Reviews, {clients} clients",
         "created": "2026-11-15T04:05:06+00:00",
         "task": task,
@@ -79,6 +79,7 @@ def _client(rng: random.Random, name: str) -> dict[str, Any]:
         "name": name,
         "train": size,
         "test": size // 4,
+        "validation": size // 9,
         "labels": {"negative": negative, "positive": size - negative},
     }
 
@@ -92,12 +93,18 @@ def _run(
         _round(rng, r, rounds, name, [e + t for e, t in zip(ease, taste)], layers) for r in range(rounds)
     ]
     final = history[-1]
+    served = {metric: table(values) for metric, values in final["served"].items()}
+    before = None
+    if cost is not None:
+        before = {metric: table(values) for metric, values in final["before_averaging"].items()}
+    chosen = random.Random(f"{name} {seed}")
     return {
         "seed": seed,
-        "served": {metric: table(values) for metric, values in final["served"].items()},
-        "before_averaging": None
-        if cost is None
-        else {metric: table(values) for metric, values in final["before_averaging"].items()},
+        "served": served,
+        "before_averaging": before,
+        "deploy": {metric: _raised(values, 0.004) for metric, values in final["served"].items()},
+        "choices": [_choice(chosen, rounds, federated=cost is not None) for _ in ease],
+        "candidates": {"served": served} | ({} if before is None else {"before_averaging": before}),
         "rounds": history,
         "layers": [
             f"encoder.layer.{i // 2}.attention.self.{('query', 'value')[i % 2]}" for i in range(layers)
@@ -141,6 +148,9 @@ def _round(
         "round": index + 1,
         "seconds": rng.uniform(2.8, 3.2),
         "train_loss": trained,
+        "validation_loss": [0.7 - 0.5 * progress + 0.05 * max(0, index - rounds / 2) for _ in ease]
+        if evaluated
+        else None,
         "served": scores(goal) if evaluated else None,
         "before_averaging": scores(goal + cost) if evaluated and cost is not None else None,
         "client_share": [0.02 * progress * rng.uniform(0.6, 1.6) for _ in ease] if personal else None,
@@ -151,6 +161,23 @@ def _round(
         if evaluated and name != "centralized"
         else None,
     }
+
+
+def _choice(rng: random.Random, rounds: int, federated: bool) -> dict[str, Any]:
+    losses = {"served": rng.uniform(0.3, 0.4)}
+    if federated:
+        losses |= {"before_averaging": rng.uniform(0.3, 0.4), "personal_steps": rng.uniform(0.3, 0.4)}
+    candidate = min(losses, key=lambda name: losses[name])
+    return {
+        "candidate": candidate,
+        "round": rounds,
+        "validation_loss": losses[candidate],
+        "last_round": losses,
+    }
+
+
+def _raised(values: list[float | None], by: float) -> dict[str, Any]:
+    return table([None if value is None else value + by for value in values])
 
 
 def table(values: list[float | None]) -> dict[str, Any]:
@@ -191,7 +218,8 @@ def _examples(names: list[str]) -> list[dict[str, Any]]:
 
 
 def small(**scores: list[float]) -> dict[str, Any]:
-    """A result in which each method has these served means, one per seed, the same for both clients."""
+    """A result in which each method has these served means, one per seed, the same for both clients; nothing is chosen
+    by validation rows."""
     result = make_result(clients=2, seeds=max(map(len, scores.values())), rounds=2, layers=2)
     result["methods"] = {name: result["methods"][name] for name in result["methods"] if name in scores}
     for name, values in scores.items():
@@ -200,6 +228,18 @@ def small(**scores: list[float]) -> dict[str, Any]:
         for run, value in zip(runs, values):
             run["served"]["accuracy"] = table([value, value])
             run["before_averaging"] = run["before_averaging"] and {"accuracy": table([value, value])}
+    return without_choices(result)
+
+
+def without_choices(result: dict[str, Any]) -> dict[str, Any]:
+    """The same as a run without validation rows leaves it."""
+    for client in result["clients"]:
+        client["validation"] = 0
+    for method in result["methods"].values():
+        for run in method["runs"]:
+            run |= {"deploy": None, "choices": None, "candidates": {}}
+            for entry in run["rounds"]:
+                entry["validation_loss"] = None
     return result
 
 
@@ -222,7 +262,7 @@ def sparse() -> dict[str, Any]:
                 entry["train_loss"] = [None, None]
     for client in result["clients"]:
         client["labels"] = {}
-    return result
+    return without_choices(result)
 
 
 def hostile() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from result_example import hostile, make_result, small, table, typed, write
 from pf2lora import report as pages
 from pf2lora.cli.report import report
 from pf2lora.errors import UserError
-from pf2lora.report import GENERATOR, views
+from pf2lora.report import GENERATOR, choices, views
 from pf2lora.report import findings as sentences
 from pf2lora.report.payload import RANK_ROUNDS, payload
 from pf2lora.run import numbers
@@ -104,6 +104,74 @@ def test_findings_name_the_worst_client_and_the_cost_of_averaging() -> None:
         run["before_averaging"] = {"accuracy": table([0.79, 0.79])}
     gained = " ".join(findings(result))
     assert "averaging costs PF2LoRA 5.00, while HOMLoRA gains 1.00 by it" in gained
+
+
+def chosen(result: dict[str, Any], scores: list[float], *candidates: str) -> dict[str, Any]:
+    """The same with what its first method's clients deploy: these scores, of these candidates, in every seed."""
+    for method in result["methods"].values():
+        for run in method["runs"]:
+            run["deploy"] = copy.deepcopy(run["served"])
+            run["choices"] = [choice("served", 2), choice("served", 2)]
+            run["candidates"] = {"served": run["served"]}
+    for run in next(iter(result["methods"].values()))["runs"]:
+        run["deploy"]["accuracy"] = table(list(scores))
+        run["choices"] = [choice(*c.split("@")) for c in candidates]
+    return result
+
+
+def choice(candidate: str, number: Any = 2) -> dict[str, Any]:
+    return {
+        "candidate": candidate,
+        "round": int(number),
+        "validation_loss": 0.5,
+        "last_round": {"served": 0.6},
+    }
+
+
+def test_the_best_is_by_what_clients_deploy_where_all_chose() -> None:
+    result = small(pf2lora=[0.90, 0.90], homlora=[0.92, 0.92])
+    assert findings(result)[0].startswith("As served, HOMLoRA scores best")
+    chosen(result, [0.99, 0.95], "served", "personal_steps")
+    assert typed(result).point == "deploy"
+    assert findings(result)[0].startswith("As deployed, PF2LoRA scores best: 97.00 ± 0.00")
+    assert marks(result, "deploy") == {"pf2lora": "best", "homlora": ""}
+    assert marks(result) == {"pf2lora": "", "homlora": "best"}
+    text = " ".join(findings(result))
+    assert "something else than what they are served: 50% (PF2LoRA). It brings PF2LoRA most: +7.00" in text
+    assert "+5.00 against HOMLoRA" in text and "Worst off under PF2LoRA" in text and "with 95.00" in text
+    rows = views.headline(all_series([result], ["run"]), "accuracy")
+    assert [(row["worst"].value, row["spread"]) for row in rows] == [("95.00", "2.00"), ("92.00", "0.00")]
+    page = render([result])
+    assert "The worst client and the spread are of deploy" in page and ">Deploy</th>" in page
+    for run in result["methods"]["homlora"]["runs"]:
+        run |= {"deploy": None, "choices": None}
+    assert typed(result).point == "served" and "are of served, as not every method has deploy" in render(
+        [result]
+    )
+    assert ">Deploy</th>" not in render([small(pf2lora=[0.9])])
+
+
+def test_what_clients_chose_in_words_and_in_a_table() -> None:
+    result = chosen(small(pf2lora=[0.9, 0.9], local=[0.8, 0.8]), [0.9, 0.9], "served@1", "personal_steps@2")
+    read = typed(result)
+    assert choices.sentence(read, "pf2lora") == "2 × served in an earlier round, 2 × after personal steps"
+    assert choices.sentence(read, "local") == "4 × served"
+    found = choices.table(all_series([result], ["run"]), "accuracy")
+    assert found["candidates"] == ["served"]
+    assert [
+        (r["deploy"].value, r["cells"][0][0].value, r["cells"][0][1], r["of"]) for r in found["rows"]
+    ] == [
+        ("90.00", "90.00", 2, 4),
+        ("80.00", "80.00", 4, 4),
+    ]
+    alone = typed(chosen(small(pf2lora=[0.9]), [0.9, 0.9], "before_averaging@1", "common@2"))
+    first, second = (client.name for client in alone.clients)
+    assert choices.sentence(alone, "pf2lora") == (
+        f"{first}: before averaging in round 1; {second}: the common adapter alone"
+    )
+    assert choices.sentence(typed(small(pf2lora=[0.9])), "pf2lora") == ""
+    said = " ".join(findings(chosen(small(pf2lora=[0.9], local=[0.8]), [0.9, 0.9], "served", "served")))
+    assert "Every client deploys what it is served after the last round" in said
 
 
 def test_long_label_lists_are_summed_as_other() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import chromium
 import pytest
-from result_example import HOSTILE, hostile, make_result, sparse, typed
+from result_example import HOSTILE, hostile, make_result, sparse, typed, without_choices
 
 from pf2lora.report import build
 from pf2lora.run import numbers
@@ -38,16 +38,18 @@ def shown(browser: chromium.Page, tmp_path: Path) -> Iterator[Any]:
     browser.errors.clear()
     browser.requests.clear()
     browser.resize(1280, 900)
+    opened = []
 
     def open_report(*runs: dict[str, Any]) -> chromium.Page:
         browser.open(build([typed(run) for run in runs], tmp_path / "report.html"))
         assert browser.evaluate("document.documentElement.dataset.ready") == "true"
+        opened.append(runs)
         return browser
 
     yield open_report
     browser.evaluate("1")  # what is still on its way arrives before the answer
     assert browser.errors == []
-    assert all(url.startswith("file:") for url in browser.requests) and len(browser.requests) <= 1
+    assert all(url.startswith("file:") for url in browser.requests) and len(browser.requests) <= len(opened)
 
 
 TEXT = "[...document.querySelectorAll('{}')].map((node) => node.textContent.trim())"
@@ -60,6 +62,7 @@ def test_every_section_is_drawn(shown: Any, full: dict[str, Any]) -> None:
         *(
             "headline",
             "curves",
+            "deploy",
             "clients",
             "ranks",
             "shares",
@@ -96,9 +99,13 @@ def test_a_method_alone_is_compared_with_itself_before_averaging(shown: Any, ful
     for example in alone["examples"]:
         example["outputs"] = {"pf2lora": example["outputs"]["pf2lora"]}
     page = shown(alone)
-    assert "served against PF2LoRA, before averaging" in page.evaluate(
-        "document.querySelector('#clients .verdict').textContent"
-    )
+    verdict = "document.querySelector('#clients .verdict').textContent"
+    assert page.evaluate(verdict).startswith("PF2LoRA, deployed against PF2LoRA, served: 8 clients gain")
+    page.evaluate("document.querySelector('#clients input[value=served]').click()")
+    assert "served against PF2LoRA, before averaging" in page.evaluate(verdict)
+    page = shown(without_choices(alone))
+    assert "served against PF2LoRA, before averaging" in page.evaluate(verdict)
+    assert page.evaluate("document.querySelectorAll('#deploy, #clients input').length") == 0
     assert page.evaluate("document.querySelectorAll('#clients select').length") == 1  # the score
 
 
@@ -112,11 +119,13 @@ def test_a_table_of_many_clients_scrolls_in_its_box(shown: Any, full: dict[str, 
 
     for method in many["methods"].values():
         for run in method["runs"]:
-            for table in (run["served"], run["before_averaging"]):
+            run["choices"] = stretched(run["choices"])
+            for table in (run["served"], run["before_averaging"], run["deploy"]):
                 for score in (table or {}).values():
-                    score["per_client"] = stretched(score["per_client"])
+                    if len(score["per_client"]) < 300:  # the candidates have the same tables
+                        score["per_client"] = stretched(score["per_client"])
             for each in run["rounds"]:
-                for key in ("train_loss", "client_share", "second_order_share", "ranks"):
+                for key in ("train_loss", "validation_loss", "client_share", "second_order_share", "ranks"):
                     each[key] = stretched(each[key])
                 for point in ("served", "before_averaging"):
                     each[point] = each[point] and {m: stretched(v) for m, v in each[point].items()}
@@ -141,8 +150,8 @@ def test_the_page_computes_what_the_tables_say(shown: Any, full: dict[str, Any])
         e = result.estimate(method, "served", "accuracy")
         assert e is not None and e.deviation is not None
         assert shown_value == f"{numbers.score(e.mean, info)} ± {numbers.score(e.deviation, info)}"
-    own = result.client_estimates("pf2lora", "served", "accuracy")
-    alone = result.client_estimates("local", "served", "accuracy")
+    own = result.client_estimates("pf2lora", "deploy", "accuracy")
+    alone = result.client_estimates("local", "deploy", "accuracy")
     gains = sorted((a.mean - b.mean for a, b in zip(own, alone) if a and b), reverse=True)
     drawn = page.evaluate(TEXT.format("#clients .dots tbody td.number"))
     assert [re.sub(r"[▲▼ ]|within.*", "", text) for text in drawn] == [
@@ -170,6 +179,48 @@ def test_curves_follow_their_controls(shown: Any, full: dict[str, Any]) -> None:
         box.dispatchEvent(new Event('change')); })()""")
     captions = page.evaluate(TEXT.format("#curves figcaption"))
     assert captions == ["accuracy (%), before averaging, clinic-a", "training loss, clinic-a"]
+
+
+def test_the_round_with_the_lowest_validation_loss_has_a_ring(shown: Any, full: dict[str, Any]) -> None:
+    page = shown(full)
+    page.evaluate("document.querySelector('#curves input[value=validation]').click()")
+    assert page.evaluate(TEXT.format("#curves figcaption"))[1] == "validation loss, served, mean over clients"
+    rounds = [r for r in full["methods"]["pf2lora"]["runs"][0]["rounds"] if r["validation_loss"]]
+    best = min(range(len(rounds)), key=lambda i: rounds[i]["validation_loss"][0])
+    assert 0 < best < len(rounds) - 1
+    across = page.evaluate("""[...document.querySelectorAll('#curves figure')].map((figure) => {
+        const line = figure.querySelector('.line[data-series=PF2LoRA]');
+        const at = line.querySelector('polyline').getAttribute('points').split(' ').map((p) => Number(p.split(',')[0]));
+        const ring = Number(line.querySelector('.ring').getAttribute('cx'));
+        return at.findIndex((x) => Math.abs(x - ring) < 0.1); })""")
+    assert across == [best, best]
+    assert (
+        shown(without_choices(copy.deepcopy(full))).evaluate("document.querySelectorAll('.ring').length") == 0
+    )
+
+
+def test_every_client_has_its_choice_with_the_losses_it_chose_by(shown: Any, full: dict[str, Any]) -> None:
+    page = shown(full)
+    rows = "[...document.querySelectorAll('#deploy [data-view] tbody tr')].map((row) => row.innerText.split('\\t'))"
+    words = {
+        "served": "served",
+        "before_averaging": "before averaging",
+        "personal_steps": "after personal steps",
+    }
+
+    def expected(method: str, seed: int) -> list[list[str]]:
+        return [
+            [client["name"], words[c["candidate"]], f"{c['validation_loss']:.3f}"]
+            + [f"{loss:.3f}" for loss in c["last_round"].values()]
+            for client, c in zip(full["clients"], full["methods"][method]["runs"][seed]["choices"])
+        ]
+
+    assert [[cell.strip() for cell in row] for row in page.evaluate(rows)] == expected("pf2lora", 0)
+    page.evaluate("""document.querySelectorAll('#deploy select').forEach((box, i) => { box.value = i ? '2' : '6';
+        box.dispatchEvent(new Event('change')); })""")
+    page.evaluate("""(() => { const box = document.querySelectorAll('#deploy select')[1]; box.value = '2';
+        box.dispatchEvent(new Event('change')); })()""")
+    assert [[cell.strip() for cell in row] for row in page.evaluate(rows)] == expected("local", 2)
 
 
 def test_charts_are_read_by_keyboard_and_by_pointer(shown: Any, full: dict[str, Any]) -> None:

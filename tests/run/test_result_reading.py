@@ -31,7 +31,24 @@ def test_load_reads_figures_that_are_not_finite_as_unknown(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("path", "value", "place"),
     [
-        ("format", 1, "format 1 is unknown"),
+        ("format", 2, "format 2 is unknown"),
+        (
+            "methods.local.runs.0.deploy",
+            {"accuracy": {"per_client": [0.5]}},
+            "deploy.accuracy.mean is missing",
+        ),
+        ("methods.local.runs.0.choices", [], "choices must be a list of 2, not of 0"),
+        ("methods.local.runs.0.choices", [1, 2], "choices[0] must be an object"),
+        (
+            "methods.local.runs.0.candidates",
+            {"served": {"loss": {"per_client": [1], "mean": 1, "worst": 1, "spread": 0}}},
+            "candidates.served.loss.per_client must be a list of 2, not of 1",
+        ),
+        (
+            "methods.local.runs.0.rounds.1.validation_loss",
+            [1],
+            "rounds[1].validation_loss must be a list of 2",
+        ),
         ("metric", "f1", "metric must be one of accuracy, matthews, loss"),
         ("clients", [], "clients must have at least one entry"),
         ("methods", {}, "methods must have at least one entry"),
@@ -71,7 +88,7 @@ def test_load_says_what_is_wrong_with_the_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no result\.json here"):
         load_result(tmp_path)
     with pytest.raises(UserError, match="line 2, column 1"):
-        load_result(write(tmp_path / "broken", '{"format": 2,\n'))
+        load_result(write(tmp_path / "broken", '{"format": 3,\n'))
     with pytest.raises(UserError, match="must be an object"):
         load_result(write(tmp_path / "list", "[]"))
     missing = small(local=[0.5])
