@@ -52,7 +52,7 @@ def one_by_one(method: Method, p: Problem, schedule: Schedule) -> tuple[list[Sta
     done, before = [0] * M, list(states)
     for number in range(1, schedule.rounds + 1):
         chosen, sent, before = (
-            participants(schedule.seed, number, M, schedule.participation),
+            participants(schedule.seeds[0], number, M, schedule.participation),
             [],
             list(states),
         )
@@ -97,7 +97,7 @@ def test_a_stacked_run_equals_clients_one_at_a_time(kind: str, setting: str) -> 
 def test_partial_participation_and_every_head_placement(setting: str, head: str) -> None:
     p = tiny_problem("roberta", sizes=(5, 9, 2, 4), head=head)
     method = build(setting, p, **({"ranks": (1, 2, 3, 4)} if setting == "hetlora" else {}))
-    schedule = Schedule(rounds=4, steps=1, participation=0.5, weighting="size", seed=3)
+    schedule = Schedule(rounds=4, steps=1, participation=0.5, weighting="size", seeds=(3,))
     rounds = stacked(method, p, schedule)
     assert len({tuple(r.participants) for r in rounds}) > 1 and all(len(r.participants) == 2 for r in rounds)
     before, served = one_by_one(method, p, schedule)

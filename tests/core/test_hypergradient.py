@@ -217,9 +217,9 @@ def test_a_smaller_zeta_is_some_rows_of_the_inner_batch(mode: str) -> None:
     state, _ = method.step(p.F, method.init(p.x, p.y), pi, xi)
     zeta_rows = {n: torch.cat([t[[4 * k, 4 * k + 3]] for k in range(3)]) for n, t in pi.tensors.items()}
     zeta = type(pi)(3, zeta_rows)
-    expected = by_jacobians(p.F, p.x, p.y, method.client_lr, pi, xi, xi, zeta)
+    expected = by_jacobians(p.F, p.x, p.y, method.rate, pi, xi, xi, zeta)
     assert (state.opt.mean / 0.1 - expected).abs().max() <= (1e-10 if mode == "exact" else 2e-6)
-    whole = by_jacobians(p.F, p.x, p.y, method.client_lr, pi, xi, xi, pi)
+    whole = by_jacobians(p.F, p.x, p.y, method.rate, pi, xi, xi, pi)
     assert (whole - expected).abs().max() > 1e-5
 
 

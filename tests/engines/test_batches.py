@@ -32,16 +32,17 @@ def test_a_batch_is_a_function_of_seed_name_and_number_alone() -> None:
 
 def test_a_clients_batch_does_not_depend_on_its_company() -> None:
     data = tiny_data((5, 9, 2))
-    source = EncodedSource(data, ["a", "b", "c"], 4, seed=7, keyed=True)
+    source = EncodedSource(data, ["a", "b", "c"], 4, seeds=(7,), keyed=True)
     together, alone = source.draw([0, 2, 1], [3, 1, 0]), source.draw([2], [1])
     width = alone.tensors["input_ids"].shape[1]
     assert torch.equal(together.tensors["input_ids"][4:8, :width], alone.tensors["input_ids"])
     assert torch.equal(together.tensors["labels"][4:8], alone.tensors["labels"])
     assert together.key is not None and alone.key is not None and torch.equal(together.key[1:2], alone.key)
     assert len(set(together.key.tolist())) == 3
-    turned = EncodedSource(data, ["c", "a", "b"], 4, seed=7, keyed=True).draw([0], [1])
+    turned = EncodedSource(data, ["c", "a", "b"], 4, seeds=(7,), keyed=True).draw([0], [1])
     assert turned.key is not None and torch.equal(turned.key, alone.key)  # by name, not by position
-    only = EncodedSource(tiny_data((5, 9)), ["a", "b"], 4, seed=7).draw([1], [0])  # without client c at all
+    # without client c at all
+    only = EncodedSource(tiny_data((5, 9)), ["a", "b"], 4, seeds=(7,)).draw([1], [0])
     with_c = source.draw([1], [0])
     rows_of_b = set(map(tuple, data.token_columns["input_ids"][5:14].tolist()))
     assert {tuple(r) for r in with_c.tensors["input_ids"].tolist()} <= {
@@ -64,8 +65,8 @@ def test_rows_are_cut_to_the_longest_and_masked() -> None:
 
 def test_batches_of_one_step_have_one_length_and_the_same_rows() -> None:
     data = tiny_data((6, 9))
-    apart = EncodedSource(data, ["a", "b"], 1, seed=3)
-    alike = EncodedSource(data, ["a", "b"], 1, seed=3, alike=2)
+    apart = EncodedSource(data, ["a", "b"], 1, seeds=(3,))
+    alike = EncodedSource(data, ["a", "b"], 1, seeds=(3,), alike=2)
     widths = []
     for step in range(8):
         one, other = (alike.draw([0, 1], [2 * step + d] * 2).tensors for d in range(2))

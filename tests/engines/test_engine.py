@@ -46,7 +46,7 @@ def test_another_seed_gives_other_numbers() -> None:
     one, same, other = (p.model.initial(seed, ["a", "b"]) for seed in (0, 0, 1))
     assert torch.equal(one[0], same[0]) and torch.equal(one[1], same[1])
     assert (one[0] != other[0]).any() and (one[1] != other[1]).any()
-    shuffled = p._replace(source=replace(p.source, seed=1))
+    shuffled = p._replace(source=replace(p.source, seeds=(1,)))
     a, b = (run(HomLoRA(q.layout), q, Schedule(rounds=1, steps=2))[0] for q in (p, shuffled))
     assert (a.stats.loss != b.stats.loss).any()
 
@@ -62,7 +62,7 @@ def test_a_client_alone_does_not_notice_who_else_is_there(dropout: float) -> Non
         data = replace(whole, starts=whole.starts[: count + 1])
         assert p.model is not None
         x, y = p.model.initial(0, names, torch.float64)
-        p = p._replace(source=EncodedSource(data, names, 3, 0, keyed=dropout > 0), x=x, y=y)
+        p = p._replace(source=EncodedSource(data, names, 3, (0,), keyed=dropout > 0), x=x, y=y)
         results.append(run(Local(p.layout, lr=0.01), p, Schedule(rounds=2, steps=3))[-1].served)
     torch.testing.assert_close(results[0].x, results[1].x[:3], rtol=0, atol=1e-10)
     assert torch.equal(results[0].y, results[1].y[:3])

@@ -42,8 +42,8 @@ def test_batches_by_length_hold_the_same_rows_as_the_stream() -> None:
 
 def test_batches_by_length_pad_less_and_depend_on_nobody_else() -> None:
     data = tiny_data([60, 50, 70], longest=40)
-    plain = EncodedSource(data, NAMES, 4, seed=0)
-    grouped = EncodedSource(data, NAMES, 4, seed=0, window=8)
+    plain = EncodedSource(data, NAMES, 4, seeds=(0,))
+    grouped = EncodedSource(data, NAMES, 4, seeds=(0,), window=8)
 
     def width(source: EncodedSource) -> int:
         return sum(source.draw([0, 1, 2], [n] * 3).tensors["input_ids"].shape[1] for n in range(16))
@@ -198,7 +198,7 @@ def test_recorded_steps_and_waiting_clients_give_the_plain_numbers(name: str) ->
         options: dict[str, Any] = {"ranks": (2, 3, 4)} if name == "hetlora" else {}
         method = METHODS[name](p.layout, **options)
         assert isinstance(p.source, EncodedSource)
-        source = EncodedSource(p.source.data.to(device), p.source.names, 4, seed=0, alike=method.draws)
+        source = EncodedSource(p.source.data.to(device), p.source.names, 4, seeds=(0,), alike=method.draws)
         schedule = Schedule(3, 4, clients_per_pass=per_pass)
         rounds = train(method, p.F, method.init(p.x, p.y), source, schedule, device=device, graphs=graphs)
         *_, last = rounds
@@ -224,7 +224,7 @@ def test_every_architecture_is_recorded(kind: str, attention: str, caplog: pytes
         assert isinstance(p.source, EncodedSource)
         x, y = p.x.float(), p.y.float()
         method = PF2LoRA(p.layout, client_lr=0.1)
-        source = EncodedSource(p.source.data.to(device), p.source.names, 4, seed=0, alike=method.draws)
+        source = EncodedSource(p.source.data.to(device), p.source.names, 4, seeds=(0,), alike=method.draws)
         *_, last = train(method, p.F, method.init(x, y), source, Schedule(3, 4), device=device, graphs=graphs)
         ends.append(last.served.x.cpu())
     assert "without a CUDA graph" not in caplog.text
@@ -239,7 +239,7 @@ def test_recordings_leave_no_memory_behind() -> None:
         p = tiny_problem("roberta", model=tiny_model("roberta", dtype=torch.float32).to(device))  # type: ignore[arg-type]
         assert isinstance(p.source, EncodedSource)
         method = PF2LoRA(p.layout)
-        source = EncodedSource(p.source.data.to(device), p.source.names, 4, seed=0, alike=method.draws)
+        source = EncodedSource(p.source.data.to(device), p.source.names, 4, seeds=(0,), alike=method.draws)
         state = method.init(p.x.float(), p.y.float())
         *_, last = train(method, p.F, state, source, Schedule(3, 4), device=device)
         del p, source, state, last

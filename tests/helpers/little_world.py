@@ -28,6 +28,8 @@ FAST: dict[str, Any] = {
     "batch_size": 8,
     "max_length": 16,
     "rank": 4,
+    "client_lr": 0.03,
+    "validation_ratio": 0,  # every row is to learn from or to be tested on
     "device": "cpu",
 }
 LEARNING: dict[str, Any] = FAST | {

@@ -20,9 +20,10 @@ def load_clients(
     notes: list[str] | None = None,
     **settings: Any,
 ) -> list[Client[Any]]:
-    """The clients of files or, with `dataset`, of a data set; `settings` are the command line's."""
-    given = {"task": task, "clients": [str(path) for path in paths]} | settings
-    given |= {key: [str(path) for path in given[key]] for key in ("test",) if key in given}
+    """The clients of files or, with `dataset`, of a data set; `settings` are the command line's, but that no row is set
+    aside for validation unless they say so."""
+    given = {"task": task, "clients": [str(path) for path in paths], "validation_ratio": 0} | settings
+    given |= {key: [str(path) for path in given[key]] for key in ("test", "validation") if key in given}
     given |= {key: str(given[key]) for key in ("data_dir",) if key in given}
     config = from_settings(given, "test")
     return loading.load_clients(config.task, config.data, seed, labels=labels, notes=notes)

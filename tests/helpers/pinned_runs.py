@@ -35,6 +35,7 @@ SETTINGS: dict[str, Any] = {
     "client_rank": 2,
     "lr": 0.01,
     "client_lr": 0.05,
+    "validation_ratio": 0,
     "participation": 0.67,
     "methods": {"per-fedavg": {"adaptation_lr": 0.05}},
 }

@@ -143,7 +143,7 @@ def tiny_problem(
         x = x + 0.1 * torch.randn(1, x.shape[1], generator=random, dtype=x.dtype)
         y = y + 0.1 * torch.randn(y.shape, generator=random, dtype=y.dtype)
     task = Classification(None, [str(i) for i in range(LABELS)])  # type: ignore[arg-type]
-    source = EncodedSource(tiny_data(sizes), names, batch, 0, keyed=wrapped.spec.dropout > 0)
+    source = EncodedSource(tiny_data(sizes), names, batch, (0,), keyed=wrapped.spec.dropout > 0)
     return Problem(lambda x, y, b: task.loss(wrapped, x, y, b), source, wrapped.common_layout, x, y, wrapped)
 
 

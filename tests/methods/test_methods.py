@@ -195,7 +195,7 @@ def test_the_average_is_exact(setting: str) -> None:
         expected = sum(w * row for w, row in zip(weights, result.before.x))
         for row in result.served.x:
             torch.testing.assert_close(row, expected, rtol=1e-15, atol=1e-15)
-        torch.testing.assert_close(result.common, expected, rtol=1e-15, atol=1e-15)
+        torch.testing.assert_close(result.common[0], expected, rtol=1e-15, atol=1e-15)
         assert torch.equal(result.before.opt.mean, result.served.opt.mean)  # moments stay with the client
         assert torch.equal(result.before.y, result.served.y)
 
@@ -224,7 +224,7 @@ def test_centralized_is_one_learner_on_the_pooled_rows() -> None:
     pooled = p.source.data.pooled()
     assert pooled.sizes() == [sum(p.source.sizes)]
     assert pooled.token_columns is p.source.data.token_columns
-    source = EncodedSource(pooled, ["everybody"], 3, 0)
+    source = EncodedSource(pooled, ["everybody"], 3, (0,))
     q = p._replace(source=source, x=p.x[:1], y=p.y[:1])
     method = Centralized(p.layout, lr=0.01)
     rounds = run(method, q, rounds=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Literal
 
 import pytest
 from tiny import regression_problem
@@ -27,12 +28,12 @@ COMMON = {"lr": float, "weight_decay": float, "optimizer": str, "rank": int}
         ("centralized", {"same_examples": bool}),
         ("hetlora", {"r_min": int, "r_max": int, "gamma": float, "penalty": float, "weight_by": str}),
         ("per-fedavg", {"hypergradient_mode": str, "adaptation_lr": float}),
-        ("pf2lora-joint", {"client_lr": float, "client_rank": int}),
+        ("pf2lora-joint", {"client_lr": float | Literal["auto"], "client_rank": int}),
         (
             "pf2lora",
             {
                 "hypergradient_mode": str,
-                "client_lr": float,
+                "client_lr": float | Literal["auto"],
                 "client_rank": int,
                 "batches": int,
                 "zeta_size": int | None,

@@ -31,7 +31,7 @@ def test_the_rows_are_spread_evenly(count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 4, 6])
 def test_zeta_is_as_long_as_its_batch(count: int) -> None:
     """The first rows of a batch are its shortest: they are 4 to 7 tokens of 38 short."""
-    source = EncodedSource(tiny_data((96, 128), longest=60), ["a", "b"], SIZE, 0, window=4)
+    source = EncodedSource(tiny_data((96, 128), longest=60), ["a", "b"], SIZE, (0,), window=4)
     p = tiny_problem("bert", sizes=(1, 1))
     method = PF2LoRA(p.layout, batches=4, zeta_size=count)
     zetas: list[Tensor] = []

@@ -22,7 +22,7 @@ from pf2lora.reproduce.synthetic import (
     measure,
 )
 from pf2lora.reproduce.tuning import Tuning
-from pf2lora.run.result import POINTS
+from pf2lora.run.result import ROUND_POINTS
 
 Curves = dict[str, list[list[float]]]  # metric -> rounds 0 … R -> clients
 Plan = dict[str, Settings]  # measuring point -> the settings of the run that is measured there
@@ -31,7 +31,7 @@ Plans = dict[str, dict[str, Plan]]  # method -> "paper", "tuned" -> its plan
 
 def make_plans(settings: Settings, tuning: dict[str, Tuning]) -> Plans:
     """Every method with the rates of `settings`, the paper's, and with its tuned ones where it was tuned."""
-    plans: Plans = {name: {"paper": dict.fromkeys(POINTS, settings)} for name in METHODS}
+    plans: Plans = {name: {"paper": dict.fromkeys(ROUND_POINTS, settings)} for name in METHODS}
     for name, tuned in tuning.items():
         plans[name]["tuned"] = {
             point: settings.scaled(name, factor) for point, factor in tuned.chosen.items()
@@ -56,10 +56,10 @@ def run_method(name: str, seed: int, problem: Problem, settings: Settings) -> di
     """
     learner = LEARNERS[name](seed, settings)
     start = measure(problem, learner, learner.start)
-    curves: dict[str, Curves] = {point: {m: [start[m]] for m in start} for point in POINTS}
+    curves: dict[str, Curves] = {point: {m: [start[m]] for m in start} for point in ROUND_POINTS}
     try:
         for done in learner.rounds(seed, problem, settings):
-            for point, state in zip(POINTS, (done.served, done.before)):
+            for point, state in zip(ROUND_POINTS, (done.served, done.before)):
                 for metric, values in measure(problem, learner, state).items():
                     curves[point][metric].append(values)
     except NonFiniteLoss:

@@ -20,7 +20,7 @@ from pf2lora.reproduce.synthetic import (
     regression_loss,
     validation_rows,
 )
-from pf2lora.run.result import POINTS
+from pf2lora.run.result import ROUND_POINTS
 
 # Wide enough that no choice lies at an end: HETLoRA under AdamW goes up to 100.
 FACTORS = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -75,7 +75,7 @@ def tune(
             losses.append(validation_losses(method, seed, candidate))
             advance()
         tries.append(Try(factor, candidate.rates(method), _mean(losses)))
-    return Tuning(list(seeds), tries, {point: _best(tries, point) for point in POINTS})
+    return Tuning(list(seeds), tries, {point: _best(tries, point) for point in ROUND_POINTS})
 
 
 def tune_all(settings: Settings, advance: Callable[[], None] = lambda: None) -> dict[str, Tuning]:
@@ -94,7 +94,7 @@ def validation_losses(method: str, seed: int, settings: Settings) -> dict[str, f
         return None
     losses: dict[str, float] = {
         point: regression_loss(inputs, targets, learner.weights(state.x, state.y)).mean().item()
-        for point, state in zip(POINTS, (last.served, last.before))
+        for point, state in zip(ROUND_POINTS, (last.served, last.before))
     }
     return losses if all(map(math.isfinite, losses.values())) else None
 
@@ -104,7 +104,7 @@ def _mean(per_seed: list[dict[str, float] | None]) -> dict[str, float] | None:
     finite = [losses for losses in per_seed if losses is not None]
     if len(finite) < len(per_seed):
         return None
-    return {point: math.fsum(losses[point] for losses in finite) / len(finite) for point in POINTS}
+    return {point: math.fsum(losses[point] for losses in finite) / len(finite) for point in ROUND_POINTS}
 
 
 def _best(tries: list[Try], point: str) -> float:

@@ -208,7 +208,7 @@ def test_training_evaluation_and_generation_end_to_end(kind: str) -> None:
     )
     x, y = model.initial(0, ["one", "two"])
     method = PF2LoRA(model.common_layout, lr=1e-2, client_lr=0.3, hypergradient_mode="difference")
-    source = EncodedSource(encoded, ["one", "two"], 4, 0)
+    source = EncodedSource(encoded, ["one", "two"], 4, (0,))
     first = [generation.score(p, r) for p, r in zip(generation.predict(model, x, y, test), clients)]
     for done in train(method, partial(generation.loss, model), method.init(x, y), source, Schedule(12, 10)):
         last = done

@@ -235,7 +235,7 @@ def test_training_and_evaluation_end_to_end(kind: str) -> None:
     test = answering.encode(clients, training=False)
     method = PF2LoRA(model.common_layout, lr=5e-3, client_lr=0.1, hypergradient_mode="difference")
     before = [answering.score(p, r) for p, r in zip(answering.predict(model, x, y, test), clients)]
-    source = EncodedSource(encoded, ["one", "two"], 8, 0)
+    source = EncodedSource(encoded, ["one", "two"], 8, (0,))
     for done in train(method, partial(answering.loss, model), method.init(x, y), source, Schedule(10, 10)):
         last = done
     predictions = answering.predict(model, last.before.x, last.before.y, test)
