@@ -1,4 +1,4 @@
-"""Small real tokenizers, trained on the spot: byte-level BPE as GPT-2's and Llama's, WordPiece as BERT's."""
+"""Small real tokenizers, made on the spot: byte-level BPE as GPT-2's and Llama's, WordPiece as BERT's."""
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ def byte_level(texts: Iterable[str], size: int = 400, padding: bool = False) -> 
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=pad)
 
 
-def word_piece(texts: Iterable[str], size: int = 400) -> PreTrainedTokenizerFast:
-    """As BERT's: [CLS] question [SEP] context [SEP]."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
+def word_piece(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """As BERT's: [CLS] question [SEP] context [SEP]. It knows the texts' words, and other words by their characters.
+
+    Given, not trained: a trainer breaks ties as it likes, and a model that learns in a test would learn differently.
+    """
+    split = pre_tokenizers.BertPreTokenizer()
+    words = sorted({word for text in texts for word, _ in split.pre_tokenize_str(text)})
+    characters = sorted(set("".join(words)))
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    number = tokenizer.get_vocab()
+    pieces = dict.fromkeys([*special, *characters, *(f"##{c}" for c in characters), *words])
+    number = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(number, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.BertProcessing(
         ("[SEP]", number["[SEP]"]), ("[CLS]", number["[CLS]"])
     )
