@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from pf2lora.core.choice import gain
 from pf2lora.core.layout import NO_LAYOUT, Layout
 from pf2lora.core.method import Judge, Method, State, Surroundings
 
@@ -18,7 +17,6 @@ ALPHA = 0.1  # α where it is not given: rather too large, as what is too large 
 FIXED = 0.03  # α where there are no validation rows to take it back by
 LONGEST = 1.0  # a step of y, per number of it, in steps of x (AdamW's are about η per number)
 SIZES = (0.0, 0.6, 1.4)  # what a client tries to multiply its D by
-CAUTION = 0.5  # standard errors by which another size must be better
 
 
 @dataclass(frozen=True)
@@ -52,21 +50,16 @@ class OwnSize(Method):
         return y.new_full((len(y), 1), LONGEST * self.lr * y.shape[1] ** 0.5)
 
     def resize(self, s: State, judge: Judge, *, serving: bool = False) -> State:
-        """D ← λD with the λ whose loss on the validation rows is least, where that is more than an accident (few rows
-        say little). What is served is never worse on them than the common adapter alone."""
-        now = judge(s.x, s.y)
-        mean, y = now.nanmean(1), s.y
-        best = torch.zeros_like(mean)
-        for size in SIZES:
-            tried = torch.where(self.sized(s.y), size * s.y, s.y)
-            losses = judge(s.x, tried)
-            gained = gain(losses, now, CAUTION)
-            better = gained > best
-            best, mean = torch.where(better, gained, best), torch.where(better, losses.nanmean(1), mean)
-            y = torch.where(better.unsqueeze(1), tried, y)
+        """D ← λD with the λ whose loss on the validation rows is least. What is served is never worse on them than the
+        common adapter alone; without rows everything stays as it is."""
+        tries = [torch.where(self.sized(s.y), size * s.y, s.y) for size in SIZES]
         if serving:
-            alone = torch.zeros_like(s.y)
-            y = torch.where((judge(s.x, alone).nanmean(1) < mean).unsqueeze(1), alone, y)
+            tries.append(torch.zeros_like(s.y))
+        y, best = s.y, judge(s.x, s.y).nanmean(1)
+        for tried in tries:
+            loss = judge(s.x, tried).nanmean(1)
+            y = torch.where((loss < best).unsqueeze(1), tried, y)
+            best = torch.minimum(best, loss)
         return s._replace(y=y)
 
     def sized(self, y: Tensor) -> Tensor:

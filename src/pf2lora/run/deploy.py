@@ -15,7 +15,7 @@ from pf2lora.engines.stepper import make_stepper
 from pf2lora.run.evaluation import Models, finite, models_in_use
 from pf2lora.run.result import Choice
 from pf2lora.run.set_up import Trial
-from pf2lora.run.validation import judge
+from pf2lora.run.validation import judge, scores
 
 SERVED, BEFORE, COMMON, PERSONAL = "served", "before_averaging", "common", "personal_steps"
 CAUTION = 1.0  # standard errors by which another model must be better than the one served
@@ -34,7 +34,8 @@ def candidates(trial: Trial, done: Round, served: Models) -> Iterator[tuple[str,
 
 class Deployment:
     """What every learner would deploy: the model it is served after the last round, unless another one (of an earlier
-    round with `keep = "best"`) has a lower loss on its validation rows by more than the standard error of that."""
+    round with `keep = "best"`) has a lower loss on its validation rows by more than the standard error of that, and no
+    worse a score: a model grows too sure of itself, which the loss resents, while its answers still get better."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
@@ -48,20 +49,22 @@ class Deployment:
         """Judge a round's candidates; the losses of the served models `(learners,)` are returned. `common (seeds, P)`
         is what all clients share after it."""
         losses = {name: self.judge(*models).cpu() for name, models in offered.items()}
+        found = {name: scores(self.trial, models) for name, models in offered.items()}
         self.last_round = {name: found.nanmean(1).tolist() for name, found in losses.items()}
         if self.trial.workload.config.training.keep == "last":
             self.best, self.common = Kept(self.learners), []
         for name, models in offered.items():
-            self.best.offer(name, done.number, losses[name], models)
+            self.best.offer(name, done.number, losses[name], found[name], models)
         if common is not None:
             self.offer_common(common, losses.get(COMMON, losses[SERVED]).nanmean(1))
         self.served = Kept(self.learners)
-        self.served.offer(SERVED, done.number, losses[SERVED], offered[SERVED])
+        self.served.offer(SERVED, done.number, losses[SERVED], found[SERVED], offered[SERVED])
         return losses[SERVED].nanmean(1)
 
     def choose(self) -> None:
         """What is served, or the best of all where it is better by more than an accident."""
         better = gain(self.best.losses, self.served.losses, CAUTION) > 0
+        better &= self.best.scores >= self.served.scores
         self.served.take(better.nonzero().flatten().tolist(), self.best)
 
     @property
@@ -89,10 +92,10 @@ class Deployment:
             return None
         tried = Kept(self.learners)
         for models in alone(trial, state, done.number, rounds):
-            tried.offer(PERSONAL, done.number, self.judge(*models).cpu(), models)
+            tried.offer(PERSONAL, done.number, self.judge(*models).cpu(), scores(trial, models), models)
         assert tried.models is not None
         self.last_round[PERSONAL] = tried.losses.nanmean(1).tolist()
-        self.best.offer(PERSONAL, done.number, tried.losses, tried.models)
+        self.best.offer(PERSONAL, done.number, tried.losses, tried.scores, tried.models)
         return tried.models
 
     def choices(self) -> list[Choice]:
@@ -107,19 +110,21 @@ class Deployment:
 
 
 class Kept:
-    """A model of every learner with its losses on the validation rows, on the host."""
+    """A model of every learner with its losses and its score on the validation rows, on the host."""
 
     def __init__(self, learners: int) -> None:
         self.which: list[tuple[str, int]] = [(SERVED, 0)] * learners  # candidate and round
         self.losses = torch.zeros(learners, 0, dtype=torch.float64)
+        self.scores = torch.zeros(learners, dtype=torch.float64)
         self.models: Models | None = None
 
-    def offer(self, name: str, number: int, losses: Tensor, models: Models) -> None:
+    def offer(self, name: str, number: int, losses: Tensor, scores: Tensor, models: Models) -> None:
         """Whoever does better with this than with what it has takes it; of equal ones the first."""
         new = Kept(len(losses))
-        new.which, new.losses, new.models = [(name, number)] * len(losses), losses, models
+        new.which, new.losses, new.scores = [(name, number)] * len(losses), losses, scores
+        new.models = models
         if self.models is None:
-            self.which, self.losses = new.which, losses.clone()
+            self.which, self.losses, self.scores = new.which, losses.clone(), scores.clone()
             self.models = Models(*(t.detach().cpu().clone() for t in models))
             return
         better = losses.nanmean(1) < self.losses.nanmean(1)
@@ -129,7 +134,7 @@ class Kept:
         """These learners take the other's models."""
         assert self.models is not None and other.models is not None
         rows = torch.tensor(learners, dtype=torch.long)
-        self.losses[rows] = other.losses[rows]
+        self.losses[rows], self.scores[rows] = other.losses[rows], other.scores[rows]
         for own, new in zip(self.models, other.models):
             own[rows] = new.detach()[rows.to(new.device)].cpu()
         chosen = set(learners)

@@ -26,6 +26,27 @@ def judge(trial: Trial, learners: Sequence[int], rows: Encoded | None) -> Judge:
     return losses
 
 
+def scores(trial: Trial, models: tuple[Tensor, Tensor]) -> Tensor:
+    """Every learner's headline score on its client's validation rows, the higher the better; nan where it has none. A
+    headline that takes too long for every round (generated text) gives way to the loss."""
+    workload, task = trial.workload, trial.workload.task
+    assert workload.validation is not None
+    whose = [k for _ in trial.seeds for k in range(len(workload.clients))]
+    known = [i for i, k in enumerate(whose) if workload.clients[k].validation]
+    rows = workload.validation.of([whose[i] for i in known])
+    at = torch.tensor(known, device=models[0].device)
+    common, personal = (t.index_select(0, at) for t in models)
+    answers = task.predict(trial.model, common, personal, rows)
+    found = task.score_clients(answers, [workload.clients[whose[i]].validation for i in known])
+    values = torch.full((len(whose),), torch.nan, dtype=torch.float64)
+    for i, of_client in zip(known, found):
+        metric = next((m for m in task.metrics if of_client.get(m) is not None), None)
+        if metric is not None:
+            sign = 1 if task.metrics[metric].higher_is_better else -1
+            values[i] = sign * float(of_client[metric])  # type: ignore[arg-type]
+    return values
+
+
 def sampled_judge(trial: Trial, learners: Sequence[int]) -> Judge:
     """On a sample of the validation rows: what is asked after every round must cost little beside it."""
     return judge(trial, learners, trial.workload.validation_sample)
