@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from plain_peft import PlainClient, PlainLoop
-from shapes import Workload, batches_of, necessary_flops, start
+from shapes import CLIENT_LR, Workload, batches_of, necessary_flops, start
 from timing import float32_products, milliseconds, peak_gb, start_memory
 from torch import Tensor
 
@@ -72,7 +72,7 @@ def plain_clients(
     loop = PlainLoop(
         trial.model,
         lr=RATES.lr,
-        client_lr=RATES.client_lr,
+        client_lr=CLIENT_LR,
         weight_decay=RATES.weight_decay,
         masked=masked,
     )

@@ -53,7 +53,7 @@ def run(workload: Workload, seed: int) -> dict[str, Any]:
     for done in rounds:
         losses += done.stats.loss.mean(1).tolist()
     seconds = time.perf_counter() - started
-    scores = measure(trial, *models_in_use(trial, done.served, done.number)).scores["accuracy"]
+    scores = measure(trial, models_in_use(trial, done.served, done.number)).scores["accuracy"]
     trial.model.remove()
     accuracy = over_clients(scores, workload.task.metrics["accuracy"])
     return {
@@ -120,6 +120,7 @@ def main() -> None:
         "rounds": given.rounds,
         "lr": given.lr,
         "client_lr": given.client_lr,
+        "validation_ratio": 0,
         "compile": not given.no_compile,
         "dataset": "sst2",
         "data_dir": given.data,

@@ -37,6 +37,7 @@ from pf2lora.tasks.generation.task import Generation
 
 LABELS = ["0", "1"]
 SEED = 0
+CLIENT_LR = 0.03  # fixed: what is timed is the paper's step
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ class Workload:
         own = {
             "method": [method],
             "batch_size": self.shape.batch,
+            "client_lr": CLIENT_LR,
             "group_by_length": self.shape.varied,
             "precision": self.precision,
         }
@@ -169,6 +171,8 @@ class Workload:
             self.base,
             train=rows,
             test=rows,
+            validation=None,
+            validation_sample=None,
             device=self.device,
         )
         return set_up(workload, method, SEED)
@@ -176,7 +180,7 @@ class Workload:
     def plain_source(self, *, by_length: bool) -> EncodedSource:
         """Batches as a user's collator pads them: to their own longest row."""
         data = replace(self.data, pad_to_multiple_of=1)
-        return EncodedSource(data, self.names, self.shape.batch, SEED, window=WINDOW if by_length else 1)
+        return EncodedSource(data, self.names, self.shape.batch, (SEED,), window=WINDOW if by_length else 1)
 
 
 def start(trial: Trial) -> State:

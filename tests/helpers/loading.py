@@ -22,7 +22,11 @@ def load_clients(
 ) -> list[Client[Any]]:
     """The clients of files or, with `dataset`, of a data set; `settings` are the command line's, but that no row is set
     aside for validation unless they say so."""
-    given = {"task": task, "clients": [str(path) for path in paths], "validation_ratio": 0} | settings
+    given: dict[str, Any] = {
+        "task": task,
+        "clients": [str(path) for path in paths],
+        "validation_ratio": 0,
+    } | settings
     given |= {key: [str(path) for path in given[key]] for key in ("test", "validation") if key in given}
     given |= {key: str(given[key]) for key in ("data_dir",) if key in given}
     config = from_settings(given, "test")

@@ -157,6 +157,12 @@ def test_a_task_from_outside(
     code, out, _ = command_line(monkeypatch, capsys, *args)
     assert code == 0 and 0 < json.loads(out)["error"] < 5 and error is not None
     assert (tmp_path / "one" / "report.html").is_file()
+    settings |= {"out": None, "rounds": 2, "client_lr": "auto", "validation_ratio": 0.2}
+    chosen = (
+        pf2lora.federate(**settings, task=rating.RatingSettings, rating="stars").methods["pf2lora"].runs[0]
+    )
+    assert chosen.choices and all(choice.validation_loss for choice in chosen.choices)
+    assert chosen.rounds[-1].validation_loss and all(chosen.rounds[-1].validation_loss)
     (tmp_path / "run.toml").write_text('[task]\nname = "rating:RatingSettings"\nrating = "stars"\n')
     args = ["train", tmp_path / "run.toml", *world.base, "--clients", *files, "--out", tmp_path / "two"]
     kept = [a for a in args if a not in [str(p) for p in world.clients]]
