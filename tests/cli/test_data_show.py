@@ -180,11 +180,20 @@ def test_importing_the_data_commands_stays_light() -> None:
 
 
 def test_show_prints_sizes_and_shares(files: Path) -> None:
-    output = invoke("--clients", *map(str, sorted(files.glob("*.jsonl"))), "--test-ratio", "0.1")
+    given = ("--clients", *map(str, sorted(files.glob("*.jsonl"))), "--test-ratio", "0.1")
+    output = invoke(*given, "--validation-ratio", "0")
     for name in ("north", "south", "west"):
         line = next(line for line in output.splitlines() if line.split()[:1] == [name])
         assert line.split() == [name, "36", "4", "██████", "75%", "██", "25%"]
-    assert "skew 0.00" in output
+    assert "skew 0.00" in output and "validation" not in output
+    for line in invoke(*given).splitlines():  # a small client gives a fifth of its training rows to choose by
+        if line.split()[:1] in (["north"], ["south"], ["west"]):
+            assert line.split()[1:4] == ["29", "7", "4"]
+        if line.split()[:1] == ["all"]:
+            assert line.split()[1:4] == ["87", "21", "12"]
+            break
+    else:
+        pytest.fail("no totals")
 
 
 def test_show_glue_with_figure(sst2: Path, tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ OTHERS: dict[str, Any] = {  # a value other than the default for every setting
     "weighting": "size",
     "clients_per_pass": 2,
     "evaluate_every": 6,
+    "keep": "last",
+    "patience": 3,
+    "personal_steps": 7,
     "seed": 11,
     "seeds": 2,
     "device": "cpu",
@@ -68,6 +71,8 @@ OTHERS: dict[str, Any] = {  # a value other than the default for every setting
     "answers": "mood",
     "client_column": "site",
     "test_ratio": 0.4,
+    "validation": ("d.csv",),
+    "validation_ratio": 0.3,
     "dataset": "squad",
     "data_dir": "glue",
     "partition": "groups",
@@ -97,8 +102,8 @@ def another(kind: Any, default: Any) -> Any:
 TASK = TASKS[OTHERS["task"]]
 for table in (*TABLES.values(), TASK):  # the rest
     for setting, kind in types_of(table).items():
-        if setting != "name":
-            OTHERS.setdefault(setting, another(kind, settings_of(table)[setting].default))
+        if setting != "name" and setting not in OTHERS:
+            OTHERS[setting] = another(kind, settings_of(table)[setting].default)
 
 
 def other_config() -> Config:
@@ -136,9 +141,14 @@ def test_a_methods_name_is_its_key() -> None:
 
 def test_defaults_are_the_issues() -> None:
     config = Config()
-    assert (config.adapter.rank, config.adapter.client_rank, config.training.client_lr) == (8, 2, 0.03)
+    assert (config.adapter.rank, config.adapter.client_rank, config.training.client_lr) == (8, 2, "auto")
     assert (config.adapter.scaling, config.adapter.client_scaling) == (1.0, 1.0)
     assert config.training.hypergradient_mode == "difference" and config.training.method == ("pf2lora",)
+    assert (config.data.validation_ratio, config.training.keep, config.training.patience) == (
+        0.1,
+        "best",
+        None,
+    )
     everyday = {name for name, choice in choices().items() if choice.panel == EVERYDAY}
     assert set(FLAGS_OF_THE_ISSUE) <= everyday
 

@@ -51,7 +51,8 @@ def ready(world: World, method: str, **changes: Any) -> Trial:
 
 
 def finished(ready: Trial) -> SeedRun:
-    return trial.run(ready, lambda record: None).record
+    (outcome,) = trial.run(ready, lambda seed, record: None)
+    return outcome.record
 
 
 def step_by_step(ready: Trial, variant: Method | None = None) -> float:

@@ -35,11 +35,12 @@ def ready(world: World, **changes: Any) -> Trial:
 def test_each_point_is_measured_with_its_own_state(world: World) -> None:
     """Served is after the average came back, before averaging after the local steps: they differ."""
     settings = LEARNING | {"rounds": 3, "method": ["homlora"]}
-    record = trial.run(one := ready(world, **settings), lambda record: None).record
+    (outcome,) = trial.run(one := ready(world, **settings), lambda seed, record: None)
+    record = outcome.record
     *_, last = train(one.method, one.F, one.state, one.source, one.schedule)
     assert isinstance(last, Round)
     for point, state in ((record.served, last.served), (record.before_averaging, last.before)):
-        expected = measure(one, *models_in_use(one, state, 3)).scores
+        expected = measure(one, models_in_use(one, state, 3)).scores
         assert point is not None
         assert point["loss"].per_client == pytest.approx(expected["loss"], abs=1e-6)
     assert record.before_averaging is not None
@@ -87,7 +88,8 @@ def test_a_diverged_client_is_warned_of(world: World, monkeypatch: pytest.Monkey
         return found if torch.is_grad_enabled() else found * math.nan
 
     monkeypatch.setattr(Classification, "logits", broken)
-    record = trial.run(ready(world, rounds=1), lambda record: None).record
+    (outcome,) = trial.run(ready(world, rounds=1), lambda seed, record: None)
+    record = outcome.record
     assert record.served["accuracy"].mean == 0.0 and record.served["loss"].mean is None
     assert sum("its model's outputs are not finite" in line for line in record.warnings) == 3
 

@@ -18,6 +18,7 @@ from pf2lora.methods.per_fedavg import PerFedAvg
 from pf2lora.run import evaluation
 from pf2lora.run.config import TrainingSettings
 from pf2lora.run.evaluation import (
+    Models,
     evaluation_rounds,
     finite_numbers,
     measure,
@@ -53,7 +54,7 @@ def test_about_ten_rounds_are_measured_and_the_last_always(
 
 
 def trial_of(p: Problem, method: Method, clients: int = 3, **schedule: Any) -> Any:
-    workload = SimpleNamespace(device=torch.device("cpu"), clients=[None] * clients)
+    workload = SimpleNamespace(device=torch.device("cpu"), clients=[None] * clients, validation=None)
     plan = Schedule(rounds=9, steps=5, **schedule)
     return SimpleNamespace(method=method, F=p.F, source=p.source, schedule=plan, workload=workload)
 
@@ -133,10 +134,11 @@ class Asked:
 def test_scores_and_a_few_examples_of_every_client() -> None:
     task = Asked()
     clients = [SimpleNamespace(test=list("abcde")), SimpleNamespace(test=list("fg"))]
-    workload = SimpleNamespace(task=task, test="encoded rows", clients=clients)
-    trial: Any = SimpleNamespace(workload=workload, model="model")
+    test = SimpleNamespace(of=lambda clients: ("encoded rows", clients))
+    workload = SimpleNamespace(task=task, test=test, clients=clients)
+    trial: Any = SimpleNamespace(workload=workload, model="model", seeds=(7,))
     x, y = torch.zeros(2, 1), torch.ones(2, 1)
-    found = measure(trial, x, y)
+    found = measure(trial, Models(x, y))
     assert set(found.scores) == set(METRICS)
     assert found.scores["accuracy"] == [0.25, 0.5] and found.scores["loss"] == [2.0, None]
     shown = [[(example.prompt, example.output) for example in client] for client in found.examples]
@@ -145,10 +147,10 @@ def test_scores_and_a_few_examples_of_every_client() -> None:
         [("a", "1"), ("c", "3")],
         [("f", "6"), ("g", "7")],
     ]  # of the first three, those that say something
-    measure(trial, x, y, final=True)
+    measure(trial, Models(x, y), final=True)
     assert [final for *_, final in task.asked] == [False, True]
     model, x_asked, y_asked, rows, _ = task.asked[0]
-    assert (model, rows) == ("model", "encoded rows") and x_asked is x and y_asked is y
+    assert (model, rows) == ("model", ("encoded rows", [0, 1])) and x_asked is x and y_asked is y
 
 
 def test_a_summary_has_every_metric_by_its_own_direction() -> None:

@@ -19,6 +19,7 @@ RECORD = RoundRecord(
     round=3,
     seconds=1.0,
     train_loss=[1.0, None, 2.0],
+    validation_loss=[0.25, None, 0.75],
     served={"accuracy": [0.5, None, 1.0], "matthews": [None, None, None]},
     client_share=[0.1, 0.2, 0.3],
     ranks=[[1], [2], [3]],
@@ -54,6 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def test_means_over_the_clients_that_have_a_value() -> None:
     assert trackers.round_values("pf2lora", 1, RECORD) == {
         "pf2lora/seed-1/train_loss": 1.5,
+        "pf2lora/seed-1/validation_loss": 0.5,
         "pf2lora/seed-1/client_share": pytest.approx(0.2),
         "pf2lora/seed-1/served/accuracy": 0.75,
     }
@@ -70,8 +72,15 @@ def test_mlflow_and_wandb_are_told_every_round(
     assert [name for name, _ in mlflow.calls[:2]] == ["start_run", "log_params"]
     assert mlflow.calls[-1][0] == "end_run" and wandb.calls[-1][0] == "finish"
     ours, theirs = mlflow.named("log_metrics"), wandb.named("log")
-    assert [dict([step])["step"] for _, step in ours] == [1, 2, 3] * 4  # methods and seeds follow each other
-    assert [values["round"] for (values,) in theirs] == [1, 2, 3] * 4
+    assert [dict([step])["step"] for _, step in ours] == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ] * 2  # seeds side by side, methods in turn
+    assert [values["round"] for (values,) in theirs] == [1, 1, 2, 2, 3, 3] * 2
     last = (result.methods["pf2lora"].runs[1].rounds[-1].served or {})["accuracy"]
     assert ours[5][0]["pf2lora/seed-1/served/accuracy"] == pytest.approx(sum(v or 0 for v in last) / 3)
     assert all(isinstance(v, float) for values, _ in ours for v in values.values())

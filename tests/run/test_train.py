@@ -68,14 +68,14 @@ def test_metrics_are_written_as_they_happen(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    original = trial.round_record
+    original = trial.round_records
 
     def watched(*args: Any) -> Any:
         file = tmp_path / "run" / "metrics.jsonl"
         seen.append(len(file.read_text().splitlines()) if file.exists() else 0)
         return original(*args)
 
-    monkeypatch.setattr(trial, "round_record", watched)
+    monkeypatch.setattr(trial, "round_records", watched)
     pf2lora.federate(**world.settings(rounds=3, out=tmp_path / "run"))
     assert seen == [0, 1, 2]
 
@@ -126,7 +126,7 @@ def test_compare_two_methods_over_two_seeds(
     }
     assert result.methods["local"].runs[0].before_averaging is None
     assert [(r["method"], r["seed"], r["round"]) for r in lines(run)] == [
-        (method, seed, number) for method in ("pf2lora", "local") for seed in (5, 6) for number in (1, 2)
+        (method, seed, number) for method in ("pf2lora", "local") for number in (1, 2) for seed in (5, 6)
     ]
     assert (run / "methods" / "pf2lora" / "common" / "adapter_config.json").exists()
     assert not (run / "methods" / "local" / "common").exists()  # nothing is shared

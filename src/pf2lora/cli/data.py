@@ -44,7 +44,7 @@ def show(
     titles = {name: dataset.title for name, dataset in config.task.datasets.items()}
     title = describe(filled_in(config.task, config.data), titles)
     summary = summarize(clients, config.task.partition_key)
-    print_summary(summary, Console(), title)
+    print_summary(summary, Console(), title, [len(client.validation) for client in clients])
     for line in notes:
         Console().print(line, highlight=False, markup=False, style="dim")
     if figure is not None:
@@ -55,26 +55,31 @@ def show(
 app.command(cls=ListCommand, no_args_is_help=True)(show)
 
 
-def print_summary(summary: Summary, console: Console, title: str) -> None:
+def print_summary(summary: Summary, console: Console, title: str, validation: list[int]) -> None:
     """A table: one line per client with sizes and a bar for each label's share of its training rows."""
-    shown = summary.with_most(max(2, min(6, (console.width - 36) // 16)))
+    validated = any(validation)
+    shown = summary.with_most(max(2, min(6, (console.width - (48 if validated else 36)) // 16)))
     table = Table(
         title=escape(title), title_justify="left", title_style="bold", header_style="bold", box=None
     )
     table.add_column("client", overflow="fold")
-    table.add_column("train", justify="right")
-    table.add_column("test", justify="right")
+    for part in ("train", "validation", "test") if validated else ("train", "test"):
+        table.add_column(part, justify="right")
     for name in shown.labels:
         table.add_column(escape(name), no_wrap=True, overflow="ellipsis", max_width=20)
     for i, client in enumerate(shown.clients):
-        sizes = [f"{part[i].sum():,}" for part in (shown.train, shown.test)]
+        sizes = _sizes(shown.train[i].sum(), validation[i] if validated else None, shown.test[i].sum())
         table.add_row(escape(client), *sizes, *map(_bar, shown.train_shares[i]))
-    totals = [f"{part.sum():,}" for part in (shown.train, shown.test)]
+    totals = _sizes(shown.train.sum(), sum(validation) if validated else None, shown.test.sum())
     shares = shown.train.sum(axis=0) / shown.train.sum()
     table.add_section()
     table.add_row("all", *totals, *map(_bar, shares), style="dim")
     console.print(table)
     console.print(_remarks(summary), highlight=False, markup=False, style="dim")
+
+
+def _sizes(train: int, validation: int | None, test: int) -> list[str]:
+    return [f"{size:,}" for size in (train, validation, test) if size is not None]
 
 
 def _bar(share: float, width: int = 8) -> str:

@@ -73,7 +73,7 @@ def show_result(result: Result, out: Path | None) -> None:
         chosen = choices.sentence(result, name)
         if chosen:
             whose = f"{escape(method.label)} deploys" if len(result.methods) > 1 else "deploy"
-            console.print(f"{whose}: {escape(chosen)}", soft_wrap=True)
+            console.print(f"{whose}: {escape(chosen)}")
     for method in result.methods.values():
         show_warnings(method.label, [line for run in method.runs for line in run.warnings])
     if out is not None:
