@@ -56,7 +56,7 @@ def regret(
     ] = None,
     show: Annotated[bool, typer.Option("--list", help="Name the tasks and variants, and stop.")] = False,
 ) -> None:
-    """Every method on tasks of every kind: how far each falls behind the best one of a task.
+    """Beside the paper: how far each method falls behind the best one, on tasks of every kind.
 
     A line per finished run goes to OUT/regret.jsonl; the same command goes on where it was stopped.
     """

@@ -19,6 +19,7 @@ from pf2lora.reproduce.presets import load_preset, preset_names, title_of
 
 FILE = "run-file"  # the command that a path stands for
 SMALL = "nothing: minutes on a CPU"
+LARGE = {"regret": "an encoder, a language model and the data sets of docs/regret.md; a GPU"}
 
 
 class Reproductions(TyperGroup):
@@ -56,7 +57,7 @@ def listed() -> list[tuple[str, str, str, str]]:
             found.append((name, preset.title, place, "; ".join(preset.needs)))
         elif name != FILE:
             place, _, what = about.splitlines()[0].rstrip(".").partition(": ")
-            found.append((name, what or place, place if what else "", SMALL))
+            found.append((name, what or place, place if what else "", LARGE.get(name, SMALL)))
     return found
 
 

@@ -28,6 +28,7 @@ from pf2lora.run.workload import Workload
 
 Rates = dict[str, float]
 FILE = "grid.json"
+VALIDATION = 0.1  # the share of a client's training rows that tries are judged by
 
 
 @dataclass(frozen=True)
@@ -54,19 +55,20 @@ class Search:
 
 
 def grid_score(run: SeedRun) -> float | None:
-    """How good a try is, the lower the better: the clients' mean training loss of the last round.
+    """How good a try is, the lower the better: the clients' mean validation loss, served after the last round.
 
     The paper does not say what it tuned on; test rows must not be it.
     """
-    losses = run.rounds[-1].train_loss
-    known = [loss for loss in losses if loss is not None]
+    known = [loss for loss in run.rounds[-1].validation_loss or () if loss is not None]
     return fmean(known) if known and all(map(math.isfinite, known)) else None
 
 
 def tuning_config(config: Config) -> Config:
-    """What the tries of a search have in common: the first seed alone, measured at the end alone."""
-    training = config.training
-    return replace(config, training=replace(training, seeds=1, evaluate_every=training.rounds))
+    """What the tries of a search have in common: the first seed alone, measured at the end alone, and validation rows
+    to be judged by, which the preset itself trains on."""
+    rounds = config.training.rounds
+    training = replace(config.training, seeds=1, evaluate_every=rounds, keep="last", personal_steps=0)
+    return replace(config, training=training, data=replace(config.data, validation_ratio=VALIDATION))
 
 
 def search(grid: Grid, run: Run, folder: Path, tell: Tell) -> list[Search]:
