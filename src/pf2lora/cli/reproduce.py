@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from pf2lora.cli.options import ListCommand
 from pf2lora.cli.presets import command_for, command_for_files
+from pf2lora.cli.ranks import ranks
 from pf2lora.cli.regret import RegretCommand, regret
 from pf2lora.cli.synthetic import synthetic, theorem
 from pf2lora.errors import unknown
@@ -19,7 +20,10 @@ from pf2lora.reproduce.presets import load_preset, preset_names, title_of
 
 FILE = "run-file"  # the command that a path stands for
 SMALL = "nothing: minutes on a CPU"
-LARGE = {"regret": "an encoder, a language model and the data sets of docs/regret.md; a GPU"}
+OTHERWISE = {
+    "regret": "an encoder, a language model and the data sets of docs/regret.md; a GPU",
+    "ranks": "finished runs",
+}
 
 
 class Reproductions(TyperGroup):
@@ -57,7 +61,7 @@ def listed() -> list[tuple[str, str, str, str]]:
             found.append((name, preset.title, place, "; ".join(preset.needs)))
         elif name != FILE:
             place, _, what = about.splitlines()[0].rstrip(".").partition(": ")
-            found.append((name, what or place, place if what else "", LARGE.get(name, SMALL)))
+            found.append((name, what or place, place if what else "", OTHERWISE.get(name, SMALL)))
     return found
 
 
@@ -76,6 +80,7 @@ def reproduce(
 app.command("synthetic")(synthetic)
 app.command("theorem")(theorem)
 app.command("regret", cls=RegretCommand)(regret)
+app.command("ranks")(ranks)
 for _name in preset_names():
     app.command(_name, cls=ListCommand, help=title_of(_name))(command_for(_name))
 app.command(FILE, cls=ListCommand, hidden=True)(command_for_files())

@@ -1,0 +1,161 @@
+"""What decides the rank: do learned ranks follow how different and how hard a client's data is?
+
+Read from finished results: every client of every seed is a point. Its rank is the mean over layers of the paper's
+90% rule for `s·BA + s̃·D_kC_k`; ρ is Spearman's, over the clients of one seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from pf2lora.errors import UserError
+from pf2lora.reproduce.figures import STYLE, plain, save
+from pf2lora.run.estimates import Estimate, estimate
+from pf2lora.run.result import Result, SeedRun
+
+TRAITS = {
+    "difference": "half the distance of the client's label shares to the mean of all clients'",
+    "rows": "its training rows",
+    "difficulty": "its test loss, served",
+    "own share": "‖s̃·D_kC_k‖ / ‖s·BA‖",
+}
+LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A client with one seed: its traits, its mean rank, and the rank in every layer."""
+
+    run: str
+    seed: int
+    client: str
+    traits: Mapping[str, float]
+    rank: float
+    layers: tuple[int, ...]
+
+
+def points(result: Result, method: str) -> list[Point]:
+    """The clients of a method's runs."""
+    different = label_distances([client.labels for client in result.clients])
+    found = []
+    for run in result.methods[method].runs:
+        last = next((record for record in reversed(run.rounds) if record.ranks is not None), None)
+        if last is None or last.ranks is None:
+            raise UserError(f"{result.title}: no round of {method} has learned ranks")
+        losses = run.served[LOSS].per_client if LOSS in run.served else [None] * len(result.clients)
+        for k, client in enumerate(result.clients):
+            traits: dict[str, float | None] = {
+                "difference": different[k],
+                "rows": client.train,
+                "difficulty": losses[k],
+                "own share": (last.client_share or losses)[k] if last.client_share else None,
+            }
+            known = {name: float(value) for name, value in traits.items() if value is not None}
+            ranks = tuple(last.ranks[k])
+            found.append(Point(result.title, run.seed, client.name, known, float(np.mean(ranks)), ranks))
+    return found
+
+
+def label_distances(labels: Sequence[Mapping[str, int]]) -> list[float | None]:
+    """Half the sum of absolute differences between a client's label shares and the mean of all clients'."""
+    names = sorted({name for of_client in labels for name in of_client})
+    counts = np.array([[of_client.get(name, 0) for name in names] for of_client in labels], dtype=float)
+    if not names or (counts.sum(1) == 0).any():
+        return [None] * len(labels)
+    shares = counts / counts.sum(1, keepdims=True)
+    return [float(d) for d in np.abs(shares - shares.mean(0)).sum(1) / 2]
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """The correlation of ranks, ties with their mean rank; None where one side does not vary."""
+    a, b = (mean_ranks(np.asarray(values, dtype=float)) for values in (first, second))
+    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def mean_ranks(values: np.ndarray) -> np.ndarray:
+    """Each value's place in the order, from 0; equal ones share the mean of their places."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return (ends - (counts + 1) / 2)[inverse]
+
+
+def correlations(found: Sequence[Point]) -> dict[str, Estimate | None]:
+    """Spearman's ρ of the rank with each trait: the mean over runs and seeds."""
+    by_seed = [
+        list(group)
+        for _, group in groupby(sorted(found, key=lambda p: (p.run, p.seed)), lambda p: (p.run, p.seed))
+    ]
+    values: dict[str, Estimate | None] = {}
+    for trait in TRAITS:
+        each = [
+            spearman([p.traits[trait] for p in group], [p.rank for p in group])
+            for group in by_seed
+            if all(trait in p.traits for p in group)
+        ]
+        values[trait] = estimate(rho for rho in each if rho is not None)
+    return values
+
+
+def markdown(found: Sequence[Point], method: str) -> str:
+    """The correlations, and every run's clients."""
+    lines = [
+        f"# What decides the rank ({method})",
+        "",
+        "| the rank against | ρ, mean ± deviation over runs and seeds | |",
+        "| --- | ---: | --- |",
+    ]
+    for trait, rho in correlations(found).items():
+        lines.append(f"| {trait} | {shown(rho)} | {TRAITS[trait]} |")
+    lines += ["", "| run | client | " + " | ".join(TRAITS) + " | rank |", "| --- " * (len(TRAITS) + 3) + "|"]
+    order = sorted(found, key=lambda p: (p.run, p.client))
+    for (run, client), group in groupby(order, key=lambda p: (p.run, p.client)):
+        same = list(group)
+        cells = [mean_of([p.traits[trait] for p in same if trait in p.traits]) for trait in TRAITS]
+        lines.append(f"| {run} | {client} | {' | '.join(cells)} | {mean_of([p.rank for p in same])} |")
+    return "\n".join(lines) + "\n"
+
+
+def shown(value: Estimate | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value.mean:+.2f}" + ("" if value.deviation is None else f" ± {value.deviation:.2f}")
+
+
+def mean_of(values: Sequence[float]) -> str:
+    return "–" if not values else f"{np.mean(values):.3g}"
+
+
+def draw(found: Sequence[Point], folder: Path) -> list[Path]:
+    """The rank against each trait, a colour for each run."""
+    import matplotlib.pyplot as plt
+
+    traits = [trait for trait in TRAITS if any(trait in p.traits for p in found)]
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            1, len(traits), figsize=(3 * len(traits), 3), sharey=True, squeeze=False, layout="constrained"
+        )
+        for place, trait in zip(axes[0], traits):
+            for run in dict.fromkeys(p.run for p in found):
+                own = [p for p in found if p.run == run and trait in p.traits]
+                place.scatter([p.traits[trait] for p in own], [p.rank for p in own], s=12, label=run)
+            place.set(xlabel=trait)
+            plain(place)
+        axes[0][0].set(ylabel="learned rank, mean over layers")
+        axes[0][0].legend(frameon=False, fontsize=6)
+        return save(figure, folder, "ranks")
+
+
+def two_level(result: Result) -> list[str]:
+    """The methods of a result whose clients have adapters of their own."""
+    return [name for name, method in result.methods.items() if any(map(_personal, method.runs))]
+
+
+def _personal(run: SeedRun) -> bool:
+    return run.parameters.client > 0

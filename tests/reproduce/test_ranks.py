@@ -1,0 +1,55 @@
+"""Learned ranks against the clients' data: the arithmetic by hand, and the command on finished results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.result_example import make_result, typed
+from typer.testing import CliRunner
+
+from pf2lora.cli import app
+from pf2lora.reproduce.ranks import correlations, label_distances, mean_ranks, points, spearman, two_level
+
+
+def test_rank_correlation_by_hand() -> None:
+    assert mean_ranks(np.array([5.0, 1.0, 5.0, 9.0])).tolist() == [1.5, 0.0, 1.5, 3.0]
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 400]) == pytest.approx(1)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    # 1 − 6·Σd²/(n(n²−1)) with d = (0, 1, −1, 0)
+    assert spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(1 - 6 * 2 / (4 * 15))
+    assert spearman([1, 1, 1], [1, 2, 3]) is None and spearman([1, 2], [1, 2]) is None
+
+
+def test_how_different_a_client_is() -> None:
+    # the mean share of a is 1/2: the first client is 0.4 away in both labels, the second on the other side
+    assert label_distances([{"a": 9, "b": 1}, {"a": 1, "b": 9}]) == pytest.approx([0.4, 0.4])
+    assert label_distances([{"a": 5, "b": 5}, {"a": 50, "b": 50}]) == pytest.approx([0, 0])
+    assert label_distances([{}, {}]) == [None, None]
+
+
+def test_every_client_of_every_seed_is_a_point() -> None:
+    result = typed(make_result())
+    (method, *_) = two_level(result)
+    found = points(result, method)
+    runs = result.methods[method].runs
+    assert len(found) == len(runs) * len(result.clients)
+    last = next(r for r in reversed(runs[0].rounds) if r.ranks is not None)
+    assert last.ranks is not None and found[0].rank == pytest.approx(np.mean(last.ranks[0]))
+    assert found[0].traits["difficulty"] == runs[0].served["loss"].per_client[0]
+    rho = correlations(found)["rows"]
+    own = [p for p in found if p.seed == found[0].seed]
+    single = spearman([p.traits["rows"] for p in own], [p.rank for p in own])
+    if len(runs) == 1 and single is not None:
+        assert rho is not None and rho.mean == pytest.approx(single)
+
+
+def test_the_command_reads_finished_runs(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "result.json").write_text(json.dumps(make_result()))
+    out = CliRunner().invoke(app, ["reproduce", "ranks", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert out.exit_code == 0, out.output
+    assert "the rank against" in out.output
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {"ranks.md", "ranks.png", "ranks.svg"}
