@@ -42,35 +42,46 @@ class Deployment:
         self.learners = len(trial.seeds) * len(trial.workload.clients)
         self.judge = judge(trial, range(self.learners), trial.workload.validation)
         self.best = Kept(self.learners)
+        self.last: dict[str, Kept] = {}  # the last round's candidates
+        self.chosen = Kept(self.learners)
         self.common: list[tuple[float, Tensor]] = []  # each seed's best common vector, with its mean loss
-        self.last_round: dict[str, list[float]] = {}
 
     def look(self, done: Round, offered: dict[str, Models], common: Tensor | None) -> Tensor:
         """Judge a round's candidates; the losses of the served models `(learners,)` are returned. `common (seeds, P)`
         is what all clients share after it."""
-        losses = {name: self.judge(*models).cpu() for name, models in offered.items()}
-        found = {name: scores(self.trial, models) for name, models in offered.items()}
-        self.last_round = {name: found.nanmean(1).tolist() for name, found in losses.items()}
         if self.trial.workload.config.training.keep == "last":
             self.best, self.common = Kept(self.learners), []
+        self.last = {}
         for name, models in offered.items():
-            self.best.offer(name, done.number, losses[name], found[name], models)
+            self.last[name] = Kept(self.learners)
+            self.last[name].offer(name, done.number, self.judge(*models).cpu(), models)
+            self.best.take_better(self.last[name])
         if common is not None:
-            self.offer_common(common, losses.get(COMMON, losses[SERVED]).nanmean(1))
-        self.served = Kept(self.learners)
-        self.served.offer(SERVED, done.number, losses[SERVED], found[SERVED], offered[SERVED])
-        return losses[SERVED].nanmean(1)
+            self.offer_common(common, self.last.get(COMMON, self.last[SERVED]).mean_losses())
+        return self.last[SERVED].mean_losses()
 
     def choose(self) -> None:
-        """What is served, or the best of all where it is better by more than an accident."""
-        better = gain(self.best.losses, self.served.losses, CAUTION) > 0
-        better &= self.best.scores >= self.served.scores
-        self.served.take(better.nonzero().flatten().tolist(), self.best)
+        """What every learner takes: of the models that are better than the one served by more than an accident, and
+        score no worse, the one with the least loss."""
+        self.chosen = Kept(self.learners)
+        self.chosen.take_better(self.served)
+        score: Tensor | None = None
+        for other in (self.best, *self.last.values()):
+            better = gain(other.losses, self.served.losses, CAUTION) > 0
+            if bool(better.any()):
+                score = scores(self.trial, self.served.held) if score is None else score
+                better &= scores(self.trial, other.held) >= score
+                self.chosen.take_better(other, better)
+
+    @property
+    def served(self) -> Kept:
+        """The models that are served after the last round."""
+        return self.last[SERVED]
 
     @property
     def models(self) -> Models:
-        assert self.served.models is not None
-        return self.served.models
+        """What was chosen."""
+        return self.chosen.held
 
     def offer_common(self, common: Tensor, losses: Tensor) -> None:
         """The common adapter is kept of the round with the least mean loss over the clients."""
@@ -92,55 +103,58 @@ class Deployment:
             return None
         tried = Kept(self.learners)
         for models in alone(trial, state, done.number, rounds):
-            tried.offer(PERSONAL, done.number, self.judge(*models).cpu(), scores(trial, models), models)
-        assert tried.models is not None
-        self.last_round[PERSONAL] = tried.losses.nanmean(1).tolist()
-        self.best.offer(PERSONAL, done.number, tried.losses, tried.scores, tried.models)
-        return tried.models
+            tried.offer(PERSONAL, done.number, self.judge(*models).cpu(), models)
+        self.last[PERSONAL] = tried
+        return tried.held
 
     def choices(self) -> list[Choice]:
-        """Every learner's choice."""
-        chosen = self.served
+        """Every learner's choice, for its record."""
+        last_round = {name: kept.mean_losses().tolist() for name, kept in self.last.items()}
         return [
-            Choice(
-                *which, finite(loss), {name: finite(losses[i]) for name, losses in self.last_round.items()}
-            )
-            for i, (which, loss) in enumerate(zip(chosen.which, chosen.losses.nanmean(1).tolist()))
+            Choice(*which, finite(loss), {name: finite(losses[i]) for name, losses in last_round.items()})
+            for i, (which, loss) in enumerate(zip(self.chosen.which, self.chosen.mean_losses().tolist()))
         ]
 
 
 class Kept:
-    """A model of every learner with its losses and its score on the validation rows, on the host."""
+    """A model of every learner with its losses on the validation rows, on the host."""
 
     def __init__(self, learners: int) -> None:
         self.which: list[tuple[str, int]] = [(SERVED, 0)] * learners  # candidate and round
-        self.losses = torch.zeros(learners, 0, dtype=torch.float64)
-        self.scores = torch.zeros(learners, dtype=torch.float64)
+        self.losses = torch.full((learners, 1), torch.nan, dtype=torch.float64)
         self.models: Models | None = None
 
-    def offer(self, name: str, number: int, losses: Tensor, scores: Tensor, models: Models) -> None:
-        """Whoever does better with this than with what it has takes it; of equal ones the first."""
-        new = Kept(len(losses))
-        new.which, new.losses, new.scores = [(name, number)] * len(losses), losses, scores
-        new.models = models
-        if self.models is None:
-            self.which, self.losses, self.scores = new.which, losses.clone(), scores.clone()
-            self.models = Models(*(t.detach().cpu().clone() for t in models))
-            return
-        better = losses.nanmean(1) < self.losses.nanmean(1)
-        self.take(better.nonzero().flatten().tolist(), new)
+    @property
+    def held(self) -> Models:
+        """The models; there are some."""
+        assert self.models is not None
+        return self.models
 
-    def take(self, learners: list[int], other: Kept) -> None:
-        """These learners take the other's models."""
-        assert self.models is not None and other.models is not None
-        rows = torch.tensor(learners, dtype=torch.long)
-        self.losses[rows], self.scores[rows] = other.losses[rows], other.scores[rows]
-        for own, new in zip(self.models, other.models):
+    def mean_losses(self) -> Tensor:
+        """Each learner's loss; nan where it has no validation rows."""
+        return self.losses.nanmean(1)
+
+    def offer(self, name: str, number: int, losses: Tensor, models: Models) -> None:
+        """Whoever does better with these models than with what it has takes its own."""
+        new = Kept(len(losses))
+        new.which, new.losses, new.models = [(name, number)] * len(losses), losses, models
+        self.take_better(new)
+
+    def take_better(self, other: Kept, allowed: Tensor | None = None) -> None:
+        """Whoever does better with the other's model, and is allowed to, takes it; of equal ones the first."""
+        if self.models is None:
+            self.which, self.losses = list(other.which), other.losses.clone()
+            self.models = Models(*(t.detach().cpu().clone() for t in other.held))
+            return
+        better = other.mean_losses() < self.mean_losses()
+        if allowed is not None:
+            better &= allowed
+        rows = better.nonzero().flatten()
+        self.losses[rows] = other.losses[rows]
+        for own, new in zip(self.held, other.held):
             own[rows] = new.detach()[rows.to(new.device)].cpu()
-        chosen = set(learners)
-        self.which = [
-            new if i in chosen else own for i, (own, new) in enumerate(zip(self.which, other.which))
-        ]
+        for i in rows.tolist():
+            self.which[i] = other.which[i]
 
 
 def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Models]:
