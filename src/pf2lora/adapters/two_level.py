@@ -108,9 +108,10 @@ class TwoLevelModel:
             common += [
                 Entry(name, "head", tuple(p.shape), which) for which, p in head.base.named_parameters()
             ]
-        last = next((e for e in reversed(common) if e.kind == "head" and e.parameter == "bias"), None)
-        if self.spec.client_bias and last is not None:
-            own.append(last)
+        if self.spec.client_bias:
+            own += [
+                e for e in common if (e.kind, e.module, e.parameter) == ("head", common[-1].module, "bias")
+            ]
         shared = sum(e.size for e in common) if self.spec.head == "shared" else adapter
         return Layout(tuple(common), shared), Layout(tuple(own), 0)
 
@@ -119,7 +120,8 @@ class TwoLevelModel:
     ) -> tuple[Tensor, Tensor]:
         """The first x and y: the same A for every client, each client its own C, as LoRA initialises A; B = D = 0.
 
-        A head that the checkpoint holds starts from it, a new one as transformers starts it, by the seed.
+        A head that the checkpoint holds starts from it, a new one as transformers starts it, by the seed. A client's own
+        bias is added to the head's and starts from zero.
         """
         heads = {
             f"{name}.{which}": parameter
@@ -129,14 +131,16 @@ class TwoLevelModel:
         }
         deviation = getattr(self.model.config, "initializer_range", 0.02)
 
-        def row(layout: Layout, *owner: str) -> Tensor:
+        def row(layout: Layout, known: Mapping[str, Tensor], *owner: str) -> Tensor:
             values = [
-                first_values(e, generator(seed, *owner, e.name), heads, deviation) for e in layout.entries
+                first_values(e, generator(seed, *owner, e.name), known, deviation) for e in layout.entries
             ]
             return torch.cat(values) if values else torch.zeros(0)
 
-        common = row(self.common_layout, "common").to(dtype).expand(len(names), -1).clone()
-        return common, torch.stack([row(self.personal_layout, "client", name) for name in names]).to(dtype)
+        common = row(self.common_layout, heads, "common").to(dtype).expand(len(names), -1).clone()
+        return common, torch.stack([row(self.personal_layout, {}, "client", name) for name in names]).to(
+            dtype
+        )
 
     def __call__(
         self,
