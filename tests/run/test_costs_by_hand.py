@@ -116,7 +116,7 @@ def test_powers_are_one_and_the_first_two_of_each_length() -> None:
 @pytest.mark.parametrize("keyed", [False, True])
 def test_batches_to_count_with_are_of_the_shortest_row_at_the_asked_lengths(keyed: bool) -> None:
     data = tiny_data((5, 9))
-    source = EncodedSource(data, ["a", "b"], 3, 0, keyed=keyed)
+    source = EncodedSource(data, ["a", "b"], 3, (0,), keyed=keyed)
     row = int(np.argmin(data.lengths))
     least = int(data.lengths[row])
     for batch, length in zip(shortest(source, [12, 7]), [12, 7]):
@@ -131,7 +131,7 @@ def test_batches_to_count_with_are_of_the_shortest_row_at_the_asked_lengths(keye
 
 
 def test_batches_to_count_with_are_where_the_data_is() -> None:
-    source = EncodedSource(tiny_data((5, 9)).to(torch.device("meta")), ["a", "b"], 3, 0, keyed=True)
+    source = EncodedSource(tiny_data((5, 9)).to(torch.device("meta")), ["a", "b"], 3, (0,), keyed=True)
     (batch,) = shortest(source, [12])
     assert batch.key is not None
     assert {t.device.type for t in (batch.key, *batch.tensors.values())} == {"meta"}

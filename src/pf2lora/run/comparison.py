@@ -120,6 +120,7 @@ def run_seeds(workload: Workload, asked: str, watcher: Watcher) -> Iterator[Outc
     seeds = tuple(range(training.seed, training.seed + training.seeds))
     together = [seeds] if training.patience is None else [(seed,) for seed in seeds]
     while together:
+        gc.collect()  # what was tried before, in an error's trace too, must not take memory beside the next
         now = together.pop(0)
         try:
             found = run_together(workload, asked, now, watcher)
@@ -134,7 +135,6 @@ def run_seeds(workload: Workload, asked: str, watcher: Watcher) -> Iterator[Outc
         yield from found
         found[0].model.remove()
         del found
-        gc.collect()
 
 
 def run_together(workload: Workload, asked: str, seeds: tuple[int, ...], watcher: Watcher) -> list[Outcome]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -10,7 +12,8 @@ from pf2lora.core.method import Method
 from pf2lora.run.result import RoundRecord
 
 HARDLY = 1e-5  # a relative change of y over a round below this counts as not moving
-NOISE = 0.02, 0.01  # a loss has risen when it did by more than this share of its start, and by this much
+PLAIN = 0.25  # a rise by this share of its start is no accident
+NOISE = 0.02, 0.01  # a loss has not risen that did by less than this share of its start, or by less than this
 
 
 class Moving:
@@ -34,10 +37,18 @@ def has_a_rate(method: Method, client_rank: int) -> bool:
     return method.two_level and not method.resizes and client_rank > 0
 
 
-def rose(start: float, end: float) -> bool:
-    """Whether a loss rose by more than rounds differ among themselves."""
+def risen(losses: Sequence[float]) -> tuple[float, float] | None:
+    """The loss of the first round and the mean of the last third of them, where it rose visibly: by more than a little,
+    and by more than twice the standard error of that difference, where several rounds tell how much they differ (which
+    excuses no rise that is plain)."""
+    last = losses[-(len(losses) // 3 or 1) :]
+    start, end = losses[0], statistics.fmean(last)
     share, least = NOISE
-    return end - start > max(share * abs(start), least)
+    noise = max(share * abs(start), least)
+    if len(last) > 1:
+        error = math.sqrt(statistics.variance(last) * (1 + 1 / len(last)))
+        noise = max(noise, min(2 * error, PLAIN * abs(start)))
+    return (start, end) if len(losses) > 1 and end - start > noise else None
 
 
 def training_warnings(
@@ -48,9 +59,9 @@ def training_warnings(
     found = []
     for k, name in enumerate(names):
         losses = [loss for r in rounds if (loss := r.train_loss[k]) is not None]
-        if len(losses) > 1 and rose(losses[0], losses[-1]):
+        if losses and (rise := risen(losses)):
             found.append(
-                f"client {name!r}: the training loss rose above its start ({losses[0]:.3f} → {losses[-1]:.3f}); "
+                f"client {name!r}: the training loss rose above its start ({rise[0]:.3f} → {rise[1]:.3f}); "
                 f"a smaller lr{' or client_lr' if client_lr else ''} may help"
             )
         if still and still[k]:
