@@ -220,10 +220,10 @@ def test_a_loss_has_risen_when_it_can_be_seen() -> None:
     assert lines[0].endswith("(0.693 → 0.710); a smaller lr or client_lr may help")
     (line,) = training_warnings(["b"], rounds_of([0.5], [0.6]), [], client_lr=False)
     assert line.endswith("a smaller lr may help")
-    noisy = rounds_of(
-        [0.6], [0.8], [0.3], [0.5], [0.7], [0.9]
-    )  # the last third is 0.8, and its rounds differ by 0.14
+    noisy = rounds_of([0.6], [0.8], [0.3], [0.5], [0.6], [0.8])  # the last third: 0.7, its rounds ± 0.14
     assert training_warnings(["a"], noisy, [], client_lr=True) == []
+    plain = rounds_of([0.6], [0.8], [0.3], [0.5], [0.7], [0.9])  # ± 0.14 too, but a third above its start
+    assert len(training_warnings(["a"], plain, [], client_lr=True)) == 1
     (line,) = training_warnings(
         ["a"], rounds_of([0.6], [0.61], [0.3], [0.5], [0.7], [0.71]), [], client_lr=True
     )
