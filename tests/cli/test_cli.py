@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from little_world import World, command_line, make_world, sentences, write_csv, write_jsonl
-from result_example import make_result, typed
+from result_example import make_result, typed, without_choices
 from rich.console import Console
 
 from pf2lora.cli import show
@@ -248,6 +248,34 @@ def shown(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(show, "console", console)
     show.show_result(typed(result), Path("runs/x"))
     return console.export_text()
+
+
+def test_deploy_decides_and_what_was_chosen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = make_result()
+    text = shown(result, monkeypatch)
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines() if not line.startswith("warning"))
+    head = " ".join(next(line for line in text.splitlines() if line.strip().startswith("method")).split())
+    assert head == "method served averaging deploy client round seconds"
+    for method in result["methods"].values():
+        assert f"{method['label']} deploys: " in text
+    for run in result["methods"]["local"]["runs"]:
+        run["deploy"] = None
+    mixed = shown(result, monkeypatch)  # one method has none: served decides
+    local = next(line for line in mixed.splitlines() if line.strip().startswith("Local "))
+    assert local.split()[3] == "–"
+    assert "deploys" not in shown(without_choices(result), monkeypatch)
+    assert "deploy" not in shown(without_choices(result), monkeypatch)
+
+
+def test_one_methods_choices_are_said_client_by_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = make_result(clients=2, seeds=1, rounds=4)
+    result["methods"] = {"pf2lora": result["methods"]["pf2lora"]}
+    run = result["methods"]["pf2lora"]["runs"][0]
+    run["choices"][0] |= {"candidate": "served", "round": 2}
+    run["choices"][1] |= {"candidate": "personal_steps", "round": 4}
+    text = " ".join(shown(result, monkeypatch).split())
+    assert "deploy: clinic-a: served in round 2; clinic-b: after personal steps report:" in text
+    assert "worst client" not in text and "client spread" in text  # one seed: there is room for the spread
 
 
 def test_many_warnings_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

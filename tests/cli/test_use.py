@@ -169,6 +169,33 @@ def test_onboard_says_what_three_ways_give(copy: Path, tmp_path: Path) -> None:
     assert torch.equal(x, reopened.common()[0])
 
 
+def test_a_newcomer_finds_its_own_size_where_the_runs_clients_do(world: World, tmp_path: Path) -> None:
+    """With rows to choose by, its adapter is never worse on them than the common one alone."""
+    settings = LEARNING | {"rounds": 6, "client_lr": "auto", "validation_ratio": 0.2}
+    pf2lora.federate(**world.settings(**settings), out=tmp_path / "run")
+    loaded = opened(tmp_path / "run")
+    for name, flipped in (("east", True), ("far-east", False)):
+        file = write_jsonl(tmp_path / f"{name}.jsonl", sentences(80, seed=9, flipped=flipped))
+        found = onboarding.onboard(loaded, name, file, rounds=10)
+        client = onboarding.read_client(loaded, name, file)
+        assert (len(client.train), len(client.validation), len(client.test)) == (51, 13, 16)
+        fitting = onboarding.Fitting(loaded, client, rounds=1)
+        x, y = opened(tmp_path / "run").client(name)
+        own, alone = (fitting.judge(x, personal).mean() for personal in (y, torch.zeros_like(y)))
+        assert own <= alone + 1e-9 and found["own adapter on it"].keys() == {"accuracy", "matthews", "loss"}
+    assert json.loads((tmp_path / "run" / "clients" / "east" / "onboarding.json").read_text())
+
+
+def test_a_newcomer_without_rows_to_choose_by_has_the_fixed_rate(world: World, tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "east.jsonl", sentences(40, seed=9, flipped=True))
+    found = []
+    for rate in ("auto", 0.03):
+        run = tmp_path / f"run-{rate}"
+        pf2lora.federate(**world.settings(client_lr=rate, client_bias=False, out=run))
+        found.append(onboarding.onboard(opened(run), "east", file, rounds=3))
+    assert found[0] == found[1]
+
+
 def test_training_alone_is_a_plain_lora_from_scratch(world: World, copy: Path, tmp_path: Path) -> None:
     """The third way of `onboard` is the method `local` on the same rows."""
     file = write_jsonl(tmp_path / "east.jsonl", sentences(40, seed=9))
