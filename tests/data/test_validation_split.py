@@ -108,13 +108,19 @@ def test_separate_test_files_are_not_touched(tmp_path: Path) -> None:
 
 def test_rows_are_drawn_by_name(tmp_path: Path) -> None:
     """Who else is there changes nothing, a seed does, and clients with the same rows have other ones."""
-    files = [write(tmp_path, name, 100) for name in ("north", "south", "west")]
-    together = load_clients(files, validation_ratio=0.1)
-    alone = load_clients(files[1:2], validation_ratio=0.1)
-    assert alone[0] == together[1]
-    assert load_clients(files, validation_ratio=0.1, seed=1)[1].validation != together[1].validation
+    names = ("north", "south", "west")
+    files = [write(tmp_path / "train", name, 100) for name in names]
+    tests = [write(tmp_path / "test", name, 10, 1000) for name in names]  # all else is the same for everybody
+
+    def load(*k: int, seed: int = 0) -> list[Client[Any]]:
+        chosen = [[paths[i] for i in k] for paths in (files, tests)]
+        return load_clients(chosen[0], test=chosen[1], validation_ratio=0.1, seed=seed)
+
+    together = load(0, 1, 2)
+    assert load(1) == together[1:2] and load(2, 0) == [together[2], together[0]]
+    assert load(0, 1, 2, seed=1)[1].validation != together[1].validation
     numbers = [{text.split()[1] for text in parts(client)[1]} for client in together]
-    assert numbers[0] != numbers[1] != numbers[2]
+    assert numbers[0] != numbers[1] and numbers[1] != numbers[2] and numbers[2] != numbers[0]
 
 
 def test_files_of_their_own(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ SHORT: dict[str, Any] = {
     "client_lr": 0.1,
     "validation_ratio": 0,
     "device": "cpu",
-    "participation": 0.67,
+    "participation": 0.6,  # two of three
     "weighting": "size",
     "methods": {"per-fedavg": {"adaptation_lr": 0.05}},
 }
@@ -87,6 +87,10 @@ def assert_seeds_are_alone(workload: Workload, name: str, **schedule: Any) -> No
             assert_close(whole.common[s], one.common[0])
         ends.append(together[-1].served.x[own])
     assert together[0].common.shape[0] == len(SEEDS)
+    if learners > 1:
+        assert all(len(done.participants) == 2 * len(SEEDS) for done in together)
+        drawn = [[i % learners for i in together[0].participants[2 * s : 2 * s + 2]] for s in range(3)]
+        assert len(set(map(tuple, drawn))) > 1  # each seed draws its own
     for s, end in enumerate(ends):  # seeds are different runs
         assert (end - ends[s - 1]).abs().max() > 1e-3
 
@@ -145,7 +149,7 @@ def test_long_batches_meet_long_ones_of_every_seed() -> None:
 
 @pytest.fixture(scope="module")
 def choosing(world: World) -> Workload:
-    settings = world.settings(client_lr="auto", validation_ratio=0.2, rounds=3, participation=0.67)
+    settings = world.settings(client_lr="auto", validation_ratio=0.2, rounds=3, participation=0.6)
     return load_workload(from_settings(settings, "test"))
 
 
