@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,52 @@ def test_the_allow_list_refuses_what_is_not_declared(small: Small, leak: str) ->
         AllowList(setup.layout, setup.metrics, torch.float32).check(data)
 
 
+SUMS = {"rows": 12, "loss": 7.5}
+NO_SUMS: dict[str, Any] = {
+    "a loss per example": {"rows": 2, "loss": [0.1, 0.2]},
+    "a list of losses": [0.1, 0.2],
+    "a mean alone": 0.3,
+    "no rows": {"rows": 0, "loss": 0.0},
+    "rows alone": {"rows": 2},
+    "a loss alone": {"loss": 0.3},
+    "half a row": {"rows": 0.5, "loss": 0.3},
+    "another metric": SUMS | {"accuracy": 9.0},
+    "a single example": SUMS | {"first": 0.1},
+    "another candidate's loss": {"served": SUMS, "common": SUMS},
+}
+
+
+@pytest.mark.parametrize("sums", NO_SUMS.values(), ids=NO_SUMS)
+@pytest.mark.parametrize("kind", ["update", "scores"])
+def test_of_validation_a_sum_may_leave_and_nothing_else(small: Small, kind: str, sums: Any) -> None:
+    fields, tensors = update(small)
+    if kind == "scores":
+        fields, tensors = {"kind": "scores", "round": 1, "served": {"rows": 20}}, {}
+    here, there = allow_list_of(small), AllowList(small.setups["site-1"].layout, None, torch.float32)
+    for allow_list in (here, there):  # the site's and the server's
+        allow_list.check(messages.encode(fields | {"validation": SUMS}, tensors))
+        with pytest.raises(messages.Malformed, match="'validation'"):
+            allow_list.check(messages.encode(fields | {"validation": sums}, tensors))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"deploy": {"rows": 20, "first_text": 1.0}},
+        {"deploy": {"rows": 20, "accuracy": [1.0, 0.0]}},
+        {"deploy": "personal_steps"},
+        {"candidate": "common"},
+        {"choice": {"candidate": "common", "round": 2}},
+        {"before": {"rows": 20}},
+    ],
+)
+def test_what_a_site_chose_stays_there(small: Small, more: dict[str, Any]) -> None:
+    fields = {"kind": "scores", "round": 1, "served": {"rows": 20}}
+    allow_list_of(small).check(messages.encode(fields | {"deploy": {"rows": 20, "accuracy": 12.0}}))
+    with pytest.raises(messages.Malformed, match=f"'{min(more)}'"):
+        allow_list_of(small).check(messages.encode(fields | more))
+
+
 def test_no_tensor_of_y_is_in_the_bytes_of_a_run(small: Small) -> None:
     while small.coordinator.done < 3:
         small.round()
@@ -106,8 +153,7 @@ def test_no_tensor_of_y_is_in_the_bytes_of_a_run(small: Small) -> None:
 
 def small_layout(small: Small, site: str, state: State) -> dict[str, torch.Tensor]:
     """The tensors of y, by name."""
-    F = small.setups[site].F
-    model = F.args[0]  # type: ignore[attr-defined]
+    model = small.setups[site].trial.model
     return {name: t[0] for name, t in model.personal_layout.unpack(state.y).items()}
 
 

@@ -65,7 +65,7 @@ def test_the_scores_are_the_local_engines(tmp_path: Path) -> None:
     small.run()
     final = json.loads((tmp_path / "server" / "final.json").read_text())
     state, _, trial = local_run(tmp_path, plan)
-    scores = measure(trial, *models_in_use(trial, state, 3)).scores
+    scores = measure(trial, models_in_use(trial, state, 3)).scores
     for k, site in enumerate(SITES):
         served = final[site]["served"]
         assert served["rows"] == 20

@@ -68,13 +68,16 @@ def test_a_rehearsal_leaves_a_run_folder_with_the_local_engines_numbers(tmp_path
     assert "round 3 of 3: 2 answered (clinic-a, klinik-sud)" in done.stderr
     assert "deadline 60 s, quorum 0.5" in done.stderr
     out = tmp_path / "run"
-    _, common, trial = local_run(tmp_path, make_plan("pf2lora", SITES[:2]))
+    _, common, trial = local_run(tmp_path, make_plan("pf2lora", SITES[:2]), "test")
     saved = load_file(out / "state" / "common.safetensors")
     flat = trial.model.common_layout.pack({name: t[None] for name, t in saved.items()})[0]
     assert (flat - common).abs().max() <= 1e-5
     result = json.loads((out / "result.json").read_text())
     assert [client["name"] for client in result["clients"]] == list(names)
-    assert result["methods"]["pf2lora"]["runs"][0]["served"]["accuracy"]["mean"] is not None
+    (run,) = result["methods"]["pf2lora"]["runs"]
+    assert run["served"]["accuracy"]["mean"] is not None and run["deploy"]["accuracy"]["mean"] is not None
+    assert [client["validation"] for client in result["clients"]] == [8, 10]  # a fifth of so few rows
+    assert all(choice["validation_loss"] > 0 for choice in run["choices"]) and len(run["choices"]) == 2
     assert (out / "report.html").exists()
     assert {p.name for p in (out / "clients").iterdir()} == set(names)
     assert load_run(out, device="cpu").client("Klinik Süd")[1].abs().max() > 0

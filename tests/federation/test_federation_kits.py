@@ -170,6 +170,7 @@ def test_no_server_is_one_line(kits: dict[str, Path]) -> None:
         ('model = "m"', "names no file"),
         ('model = "m"\nmodle = 1', "did you mean 'model'"),
         ('model = "m"\n[data]\nclients = ["a"]\ndataset = "sst2"', "unknown key 'dataset'"),
+        ('model = "m"\n[data]\nclients = ["a"]\nvalidation_rate = 0.1', "did you mean 'validation_ratio'"),
         ('model = "m"\ndata = 3', "must be a table"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from small_federation import SITES, Small, make_plan, make_small
 
 from pf2lora.engines.local import NonFiniteLoss
 from pf2lora.errors import UnknownLabel, UserError
-from pf2lora.federation.protocol import messages
+from pf2lora.federation.protocol import messages, site_models
 from pf2lora.federation.protocol.allow_list import read_request
 from pf2lora.federation.protocol.checkpoints import StateFolderError
 from pf2lora.federation.protocol.messages import (
@@ -28,6 +27,7 @@ from pf2lora.federation.protocol.messages import (
 )
 from pf2lora.federation.protocol.problems import PROBLEMS, problem_code
 from pf2lora.federation.protocol.server import RoundRecord, ServerSession
+from pf2lora.run.evaluation import Measured
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -305,8 +305,8 @@ def test_a_site_refuses_an_adapter_that_is_not_its_own(small: Small) -> None:
 
 def test_a_score_that_is_no_number_is_left_out(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     session = small.sessions["site-1"]
-    scores = {"rows": 20, "loss": float("nan"), "accuracy": 12.0}
-    monkeypatch.setattr(session, "setup", replace(session.setup, measure=lambda state, number: scores))
+    scores = Measured({"loss": [float("nan")], "accuracy": [0.6], "matthews": [None]}, [])
+    monkeypatch.setattr(site_models, "measure", lambda trial, models: scores)
     answer = session.answer(read_request(encode({"kind": "measure", "round": 1})))
     assert decode(answer).fields["served"] == {"rows": 20, "accuracy": 12.0}
 

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_federation import Small, local_run, make_plan, write_data, write_model, write_site_file
+from small_federation import (
+    Small,
+    local_outcome,
+    local_run,
+    make_plan,
+    write_data,
+    write_model,
+    write_site_file,
+)
 
 from pf2lora.data.client import check_name as check_client_name
 from pf2lora.errors import UserError
@@ -64,7 +72,8 @@ def test_a_clients_own_name_makes_its_numbers(tmp_path: Path, method: str) -> No
     }
     small = Small(plan, tmp_path, files)
     small.run()
-    state, common, trial = local_run(tmp_path, plan)
+    _, common, _ = local_run(tmp_path, plan)
+    local, trial = local_outcome(tmp_path, plan)
     assert trial.workload.names == list(clients)
     assert small.coordinator.common is not None
     assert (small.coordinator.common - common).abs().max() <= 1e-5
@@ -75,7 +84,7 @@ def test_a_clients_own_name_makes_its_numbers(tmp_path: Path, method: str) -> No
         x = trial.model.common_layout.pack(
             {n.removeprefix("common."): t[None] for n, t in saved.items() if n.startswith("common.")}
         )
-        torch.testing.assert_close(x[0], state.x[k], rtol=0, atol=1e-5)
+        torch.testing.assert_close(x[0], local.common_of_client[k], rtol=0, atol=1e-5)
 
 
 def test_a_clients_name_must_serve_as_a_folders_name(tmp_path: Path) -> None:

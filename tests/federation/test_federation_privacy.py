@@ -21,7 +21,7 @@ from flare_federation import GUEST, LEAD, flare
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
-from pf2lora.federation.protocol.checkpoints import CheckpointFolder
+from pf2lora.federation.protocol.checkpoints import BEST, CheckpointFolder
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.site_setup import build
@@ -149,7 +149,7 @@ def test_no_tensor_of_y_crosses_the_wire(tmp_path: Path) -> None:
         sent = bytes(tap.up)
         setup = build(plan, run.kits["site-1"] / "local" / "site.toml", "site-1")
         folder = CheckpointFolder(tmp_path / "state" / "site-1" / plan.name, plan.name)
-        model = setup.F.args[0]  # type: ignore[attr-defined]
+        model = setup.trial.model
         assert folder.rounds() == [1, 2, 3]
         for number in folder.rounds():
             state = folder.load(number, setup.initial).state
@@ -159,8 +159,13 @@ def test_no_tensor_of_y_crosses_the_wire(tmp_path: Path) -> None:
             assert state.opt.mean[0, :4].numpy().tobytes() not in sent
             x = model.common_layout.unpack(state.x)  # what may leave is found, so the search works
             assert all(tensor.flatten()[:4].contiguous().numpy().tobytes() in sent for tensor in x.values())
-        for row in (tmp_path / "train" / "site-1.jsonl").read_text().splitlines():
-            assert json.loads(row)["text"].encode() not in sent
+        for part in ("train", "validation"):
+            for row in (tmp_path / part / "site-1.jsonl").read_text().splitlines():
+                assert json.loads(row)["text"].encode() not in sent
+        losses = folder.read(BEST, 3)[0]["losses"][0]
+        assert not any(repr(loss).encode() in sent for loss in losses.tolist())
+        final = json.loads((run.run / "final.json").read_text())["site-1"]["validation"]
+        assert final["rows"] == len(losses) and repr(final["loss"]).encode() in sent  # the sum may leave
 
 
 # --- strangers ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from pf2lora.federation.protocol.site_setup import SiteSetup, build, state_folde
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_dict, from_settings, in_tables, merged
 from pf2lora.run.evaluation import evaluation_rounds
-from pf2lora.run.set_up import set_up
+from pf2lora.run.set_up import Trial, set_up
+from pf2lora.run.trial import Outcome, run
+from pf2lora.run.validation import sampled_judge
 
 SITES = ("site-1", "site-2", "site-3", "site-4")
 LABELS = ("neg", "pos")
@@ -59,10 +62,11 @@ def write_model(folder: Path, seed: int = 0, width: int = 16) -> Path:
 
 
 def write_data(folder: Path, sites: tuple[str, ...] = SITES) -> None:
-    """Each site's train and test file; sizes and label shares differ."""
-    draw = random.Random(0)
+    """Each site's train, test and validation file; sizes and label shares differ."""
+    others, of_validation = random.Random(0), random.Random(1)
     for k, site in enumerate(sites):
-        for part, rows in (("train", 40 + 10 * k), ("test", 20)):
+        for part, rows in (("train", 40 + 10 * k), ("test", 20), ("validation", 12 + k)):
+            draw = of_validation if part == "validation" else others
             (folder / part).mkdir(parents=True, exist_ok=True)
             with (folder / part / f"{site}.jsonl").open("w") as file:
                 for _ in range(rows):
@@ -81,10 +85,12 @@ def write_site_file(
 ) -> Path:
     """The file a site says where its things are in; `client` is its client's name, where it has another."""
     name, rows = f'name = "{client}"\n' if client else "", client or site
+    validation = root / "validation" / f"{rows}.jsonl"
+    more = f'validation = ["{validation}"]\n' if validation.exists() else ""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         f'{name}model = "{model or root / "model"}"\nstate = "{state or root / "state" / site}"\ndevice = "cpu"\n'
-        f'[data]\nclients = ["{root / "train" / rows}.jsonl"]\ntest = ["{root / "test" / rows}.jsonl"]\n',
+        f'[data]\nclients = ["{root / "train" / rows}.jsonl"]\ntest = ["{root / "test" / rows}.jsonl"]\n{more}',
         encoding="utf8",
     )
     return path
@@ -167,7 +173,7 @@ class Small:
 
     def run(self) -> None:
         self.greet()
-        while self.coordinator.done < self.plan.run.training.rounds:
+        while not self.coordinator.over:
             self.round()
         self.coordinator.finish(self.ask(self.coordinator.finish_requests(list(self.files))))
 
@@ -181,11 +187,26 @@ def make_small(root: Path, plan: Plan, **changes: Any) -> Small:
     return Small(plan, root, files, **changes)
 
 
-def local_run(root: Path, plan: Plan) -> tuple[State, torch.Tensor, Any]:
-    """The local engine's last state, its common x and its trial, on the same files."""
-    data = {"clients": [str(root / "train")], "test": [str(root / "test")]}
+def local_trial(
+    root: Path, plan: Plan, parts: tuple[str, ...] = ("test", "validation"), **more: Any
+) -> Trial:
+    """The same run for the local engine, on the same files; of `parts` that are not named, shares of the others."""
+    data = {"clients": [str(root / "train")]} | {part: [str(root / part)] for part in parts} | more
     own = {"model": {"name": str(root / "model"), "device": "cpu"}, "data": data}
     config = from_dict(merged(plan.config, own), "test")
-    trial = set_up(prepare(config), plan.method, config.training.seed)
-    *_, last = train(trial.method, trial.F, trial.state, trial.source, trial.schedule)
-    return last.served, last.common, trial
+    return set_up(prepare(config), plan.method, config.training.seed)
+
+
+def local_outcome(root: Path, plan: Plan) -> tuple[Outcome, Trial]:
+    """What comes out of a whole local run, with what each client deploys."""
+    trial = local_trial(root, plan)
+    (found,) = run(trial, lambda seed, record: None)
+    return found, trial
+
+
+def local_run(root: Path, plan: Plan, *parts: str) -> tuple[State, torch.Tensor, Trial]:
+    """The local engine's last state, its common x and its trial."""
+    trial = local_trial(root, plan, *([parts] if parts else []))
+    judges = partial(sampled_judge, trial)
+    *_, last = train(trial.method, trial.F, trial.state, trial.source, trial.schedule, judges=judges)
+    return last.served, last.common[0], trial

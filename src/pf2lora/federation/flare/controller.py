@@ -29,6 +29,7 @@ from pf2lora.federation.protocol.messages import Malformed, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.run_status import ALIVE, SITES, Status, append_line, run_folder, write_status
 from pf2lora.federation.protocol.server import QuorumMissed, RoundRecord, ServerSession
+from pf2lora.federation.protocol.stopping import early_stop
 from pf2lora.run.evaluation import evaluation_rounds
 
 PERIOD = 0.05  # seconds between looks at the tasks
@@ -185,7 +186,7 @@ class FederationController(Controller):
         """The rounds that are left, and the end; or, where a lost site waits for a new job, the end of this one."""
         session, config = self.session, self.plan.run
         measured = evaluation_rounds(config.training)
-        while session.done < config.training.rounds:
+        while not session.over:
             if self.take_back():
                 self.note("continue")
                 return
@@ -206,8 +207,11 @@ class FederationController(Controller):
         if self.abort.triggered:
             return
         session.finish(answers)
-        append_line(self.folder, f"run {self.plan.name!r} finished: {config.training.rounds} rounds")
-        self.note("finished")
+        early = early_stop(config.training, session.done)
+        append_line(
+            self.folder, f"run {self.plan.name!r} finished: {session.done} rounds{early and '; ' + early}"
+        )
+        self.note("finished", early)
 
     def report(self, record: RoundRecord) -> None:
         """Say how a round went; who told a problem is not asked again."""

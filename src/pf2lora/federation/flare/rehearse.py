@@ -87,7 +87,11 @@ def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> 
     import tomli_w
 
     data: dict[str, Any] = {}
-    for part, key in ((client.train, "clients"), (client.test, "test")):
+    parts = {"clients": client.train, "test": client.test, "validation": client.validation}
+    for key, part in parts.items():
+        if key == "validation" and not part:
+            data["validation_ratio"] = 0.0  # else the site would set some of the training rows aside
+            continue
         file = folder / key / f"{folder.name}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("w", encoding="utf8") as lines:

@@ -65,6 +65,13 @@ def is_true(value: Any) -> bool:
     return value is True
 
 
+def is_validation(value: Any) -> bool:
+    """A count of validation rows and the sum of the served model's loss over them, and nothing else."""
+    if not isinstance(value, dict) or set(value) != {"rows", "loss"}:
+        return False
+    return is_positive(value["rows"]) and is_number(value["loss"])
+
+
 def is_problem(value: Any) -> bool:
     """One of the fixed codes."""
     return isinstance(value, str) and value in PROBLEMS
@@ -97,7 +104,8 @@ def read_request(data: object) -> Message:
 
 
 class AllowList:
-    """What a site sends: the names, shapes and dtype of the common adapter, counts, and sums of declared metrics.
+    """What a site sends: the names, shapes and dtype of the common adapter, counts, sums of declared metrics, and the
+    sum of the validation loss.
 
     Without a `layout` any possible description of an adapter may come in a hello, and no adapter. Without `metrics`
     any name of a metric will do: the server does not know which the task has.
@@ -133,10 +141,11 @@ class AllowList:
         }
         trained: Checks = {"steps": is_positive, "loss": is_number}
         measured: Checks = {"second_order": is_number, "served": self.is_scores, "before": self.is_scores}
+        validated: Checks = {"validation": is_validation}
         return {
             "hello": Declared({**ROUND, **hello}),
-            "update": Declared({**ROUND, **trained}, measured, tensors=True),
-            "scores": Declared({**ROUND, "served": self.is_scores}),
+            "update": Declared({**ROUND, **trained}, {**measured, **validated}, tensors=True),
+            "scores": Declared({**ROUND, "served": self.is_scores}, {**validated, "deploy": self.is_scores}),
             "problem": Declared({**ROUND, "code": is_problem}),
         }
 

@@ -1,4 +1,4 @@
-"""What a site keeps between rounds, on its own disk: its adapters and the optimizer state, per round.
+"""What a site keeps between rounds, on its own disk: its adapters and the optimizer state, and its best model so far.
 
 The last rounds are kept, not only the newest: after a crash the server may be a round behind, and the site then
 goes back to the state it had when that round began.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -22,6 +22,7 @@ from pf2lora.core.method import State, over_tensors
 from pf2lora.errors import UserError
 
 KEPT = 3  # rounds
+STATE, BEST = "round", "best"  # the two kinds of file: the state after a round, the best model up to it
 
 
 class StateFolderError(UserError):
@@ -53,6 +54,12 @@ class Checkpoint(NamedTuple):
     round: int
     steps: int
     state: State
+    unpruned: Tensor | None = None  # x before it was sent, where the method prunes it then
+
+    @property
+    def before(self) -> State:
+        """The state as the round's local steps left it."""
+        return self.state if self.unpruned is None else self.state._replace(x=self.unpruned)
 
 
 class CheckpointFolder:
@@ -75,53 +82,70 @@ class CheckpointFolder:
             ) from None
 
     def save(self, saved: Checkpoint) -> None:
-        """All or nothing: a crash leaves the round before untouched."""
-        tensors = {str(i): t.detach().cpu().contiguous() for i, t in enumerate(leaves(saved.state))}
-        header = {"run": self.run, "round": str(saved.round), "steps": str(saved.steps)}
-        with writing(self.folder):
-            atomic.write_bytes(self.path(saved.round), save(tensors, metadata=header))
-        for old in self.rounds()[:-KEPT]:
-            self.path(old).unlink(missing_ok=True)
+        """Keep the state after a round."""
+        tensors = {str(i): t for i, t in enumerate(leaves(saved.state))}
+        tensors |= {} if saved.unpruned is None else {"unpruned": saved.unpruned}
+        self.write(STATE, saved.round, tensors, {"steps": str(saved.steps)})
 
     def newest_before(self, number: int, initial: State) -> Checkpoint:
-        """The state with which round `number` begins; later ones, of rounds that the server lost, are dropped."""
-        for later in [r for r in self.rounds() if r >= number]:
-            self.path(later).unlink(missing_ok=True)
-        for found in reversed(self.rounds()):
-            return self.load(found, initial)
-        return Checkpoint(0, 0, initial)
+        """The state with which round `number` begins."""
+        found = self.newest(STATE, number)
+        return Checkpoint(0, 0, initial) if found is None else self.load(found, initial)
 
     def load(self, number: int, like: State) -> Checkpoint:
         """The state after round `number`, on the device of `like`, whose shapes it must have; a StateFolderError if it
         cannot be used."""
-        path = self.path(number)
+        tensors, header = self.read(STATE, number)
+        names = (str(i) for i in range(len(tensors)))
+
+        def restored(template: Tensor) -> Tensor:
+            piece = tensors.get(next(names, ""))
+            if piece is None or piece.shape != template.shape:
+                raise StateFolderError(
+                    f"the state {self.path(STATE, number)} belongs to another adapter; use another state folder",
+                    "state",
+                )
+            return piece.to(template.device)
+
+        state, unpruned = over_tensors(restored, like), tensors.get("unpruned")
+        unpruned = None if unpruned is None else unpruned.to(like.x.device)
+        return Checkpoint(int(header["round"]), int(header["steps"]), state, unpruned)
+
+    # --- files by round -------------------------------------------------------------------------------------
+
+    def write(self, kind: str, number: int, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+        """All or nothing: a crash leaves the rounds before untouched. Old ones go."""
+        there = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        header = {"run": self.run, "round": str(number), **header}
+        with writing(self.folder):
+            atomic.write_bytes(self.path(kind, number), save(there, metadata=header))
+        for old in self.rounds(kind)[:-KEPT]:
+            self.path(kind, old).unlink(missing_ok=True)
+
+    def read(self, kind: str, number: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors and the header of a file; a StateFolderError if it cannot be read."""
+        path = self.path(kind, number)
         try:
             with safe_open(path, "pt") as file:
-                header = file.metadata()
-                tensors = [file.get_tensor(str(i)) for i in range(len(list(leaves(like))))]
+                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise StateFolderError(
                 f"the state {path} cannot be read: {str(error).splitlines()[0]}", "state"
             ) from None
-        pieces = iter(tensors)
 
-        def restored(template: Tensor) -> Tensor:
-            piece = next(pieces)
-            if piece.shape != template.shape:
-                raise StateFolderError(
-                    f"the state {path} belongs to another adapter; use another state folder", "state"
-                )
-            return piece.to(template.device)
+    def newest(self, kind: str, number: int) -> int | None:
+        """The last round before `number` that has a file; later ones, of rounds that the server lost, are dropped."""
+        for later in [r for r in self.rounds(kind) if r >= number]:
+            self.path(kind, later).unlink(missing_ok=True)
+        return max(self.rounds(kind), default=None)
 
-        return Checkpoint(int(header["round"]), int(header["steps"]), over_tensors(restored, like))
+    def rounds(self, kind: str = STATE) -> list[int]:
+        """The rounds that have a file, oldest first."""
+        return sorted(int(p.stem.removeprefix(f"{kind}-")) for p in self.folder.glob(f"{kind}-*.safetensors"))
 
-    def rounds(self) -> list[int]:
-        """The rounds whose state is here, oldest first."""
-        return sorted(int(p.stem.removeprefix("round-")) for p in self.folder.glob("round-*.safetensors"))
-
-    def path(self, number: int) -> Path:
-        """The file of the state after round `number`."""
-        return self.folder / f"round-{number:06d}.safetensors"
+    def path(self, kind: str, number: int) -> Path:
+        """The file of round `number`."""
+        return self.folder / f"{kind}-{number:06d}.safetensors"
 
 
 def leaves(state: State) -> Iterator[Tensor]:

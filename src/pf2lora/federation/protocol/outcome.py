@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ import torch
 from pf2lora.atomic import write_json
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.federation.protocol.site_models import CHOICE, choice_file
 from pf2lora.run import costs
 from pf2lora.run import folder as run_folder
 from pf2lora.run.comparison import describe
-from pf2lora.run.evaluation import evaluation_rounds, summary
-from pf2lora.run.result import MethodResult, Numbers, Result, RoundRecord, SeedRun, SentBytes
+from pf2lora.run.deploy import SERVED
+from pf2lora.run.evaluation import summary
+from pf2lora.run.result import Choice, MethodResult, Numbers, Result, RoundRecord, SeedRun, SentBytes
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import Workload
 
@@ -31,7 +33,7 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
     session = ServerSession(plan, server)
     final = json.loads((server / "final.json").read_text())
     trial = set_up(workload, plan.method, config.training.seed)
-    record = seed_run(plan, trial, session, final)
+    record = seed_run(plan, trial, session, final, [folder / plan.name for folder in sites])
     for k, folder in enumerate(sites):
         keep_adapters(folder / plan.name, out, workload.names[k])
     if session.common is not None:
@@ -45,16 +47,26 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
     return result
 
 
-def seed_run(plan: Plan, trial: Trial, session: ServerSession, final: dict[str, Any]) -> SeedRun:
-    """The federated run as one seed of its method. What only sites know (their memory, their ranks) is left out."""
+def seed_run(
+    plan: Plan, trial: Trial, session: ServerSession, final: dict[str, Any], states: Sequence[Path]
+) -> SeedRun:
+    """The federated run as one seed of its method. What only sites know (their memory, their ranks) is left out, but
+    for what they deploy: in a rehearsal that may leave their folders (`states`)."""
     workload = trial.workload
     rounds = round_records(plan, workload, session, final)
-    metrics = workload.task.metrics
-    served = summary(metrics, rounds[-1].served)
+    metrics, last = workload.task.metrics, rounds[-1]
+    served, before = summary(metrics, last.served), summary(metrics, last.before_averaging)
+    chosen = any("deploy" in answer for answer in final.values())
+    # A site without validation rows has nothing to choose by and deploys what it is served.
+    deployed = {site: {"deploy": answer.get("served")} | answer for site, answer in final.items()}
+    known = {"served": served, "before_averaging": before}
     return SeedRun(
-        seed=trial.seed,
+        seed=trial.seeds[0],
         served=served if served is not None else {},
-        before_averaging=summary(metrics, rounds[-1].before_averaging),
+        before_averaging=before,
+        deploy=summary(metrics, scores_at(plan, deployed, "deploy", metrics)) if chosen else None,
+        choices=[read_choice(s, c, session.done) for s, c in zip(states, workload.names)] if chosen else None,
+        candidates={name: over for name, over in known.items() if over is not None} if chosen else {},
         rounds=rounds,
         layers=trial.model.layer_names,
         parameters=costs.parameters(trial.method, trial.model.personal_layout, trial.state),
@@ -71,14 +83,8 @@ def round_records(
     plan: Plan, workload: Workload, session: ServerSession, final: dict[str, Any]
 ) -> list[RoundRecord]:
     """The server's records as result.json has them. What round r served is measured when round r + 1 begins."""
-    measured, metrics = evaluation_rounds(workload.config.training), list(workload.task.metrics)
+    metrics = workload.task.metrics
     later = [*(r["scores"] for r in session.records[1:]), final]
-
-    def scores(answers: dict[str, Any], point: str) -> dict[str, Numbers] | None:
-        found = [answers.get(site, {}).get(point) for site in plan.sites]
-        if not any(found):
-            return None
-        return {m: [f[m] / f["rows"] if f and m in f and f["rows"] else None for f in found] for m in metrics}
 
     def means(answers: dict[str, Any], key: str) -> Numbers | None:
         found = [answers.get(site, {}) for site in plan.sites]
@@ -90,12 +96,29 @@ def round_records(
             round=record["round"],
             seconds=record["seconds"],
             train_loss=means(record["scores"], "loss") or [None] * len(plan.sites),
-            served=scores(after, "served") if record["round"] in measured else None,
-            before_averaging=scores(record["scores"], "before"),
+            validation_loss=(scores_at(plan, after, "validation", ["loss"]) or {}).get("loss"),
+            served=scores_at(plan, after, "served", metrics),
+            before_averaging=scores_at(plan, record["scores"], "before", metrics),
             second_order_share=means(record["scores"], "second_order"),
         )
         for record, after in zip(session.records, later)
     ]
+
+
+def scores_at(
+    plan: Plan, answers: Mapping[str, Any], point: str, metrics: Iterable[str]
+) -> dict[str, Numbers] | None:
+    """The sites' scores at a point, from their sums; None where nobody was measured."""
+    found = [answers.get(site, {}).get(point) for site in plan.sites]
+    if not any(found):
+        return None
+    return {m: [f[m] / f["rows"] if f and m in f and f["rows"] else None for f in found] for m in metrics}
+
+
+def read_choice(state: Path, client: str, last: int) -> Choice:
+    """What a site chose to deploy; what it is served after the `last` round, where it had nothing to choose by."""
+    file = choice_file(state, client)
+    return Choice(**json.loads(file.read_text())) if file.is_file() else Choice(SERVED, last, None, {})
 
 
 def sent_bytes(plan: Plan, session: ServerSession) -> SentBytes:
@@ -126,7 +149,10 @@ def left_out(session: ServerSession, clients: Mapping[str, str]) -> list[str]:
 def keep_adapters(state: Path, out: Path, client: str) -> None:
     """Copy a client's adapters from its site's state folder; in a rehearsal they may leave it."""
     if (state / "clients" / client).is_dir():
-        shutil.copytree(state / "clients" / client, out / "clients" / client, dirs_exist_ok=True)
+        chosen = shutil.ignore_patterns(CHOICE)  # the result says it
+        shutil.copytree(
+            state / "clients" / client, out / "clients" / client, dirs_exist_ok=True, ignore=chosen
+        )
         target = out / "state" / "clients"
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy2(state / "state" / "clients" / f"{client}.safetensors", target)

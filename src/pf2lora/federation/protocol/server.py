@@ -34,9 +34,11 @@ from pf2lora.federation.protocol.messages import (
 )
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import PROBLEMS
+from pf2lora.federation.protocol.stopping import out_of_patience
 from pf2lora.run.set_up import merging_method
 
-MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds")  # between a run's beginning and its resumption
+# Between a run's beginning and its resumption.
+MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds", "patience")
 
 
 class RoundRecord(TypedDict):
@@ -105,6 +107,12 @@ class ServerSession:
                 self.config.training.seed, number, len(every), self.config.training.participation
             )
         ]
+
+    @property
+    def over(self) -> bool:
+        """Whether no round is left: all are done, or patience is at its end."""
+        training = self.config.training
+        return self.done >= training.rounds or out_of_patience(training, (r["scores"] for r in self.records))
 
     # --- requests -------------------------------------------------------------------------------------------
 

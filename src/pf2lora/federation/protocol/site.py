@@ -12,7 +12,9 @@ from pf2lora.engines.local import NonFiniteLoss, check_finite, local_steps
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.federation.protocol.checkpoints import Checkpoint, CheckpointFolder
 from pf2lora.federation.protocol.messages import Message, check_tensors, encode, to_flat, to_tensors
-from pf2lora.federation.protocol.site_setup import Scores, SiteSetup
+from pf2lora.federation.protocol.site_models import SiteModels
+from pf2lora.federation.protocol.site_setup import SiteSetup
+from pf2lora.run.validation import sampled_judge
 
 
 class SiteSession:
@@ -20,7 +22,9 @@ class SiteSession:
 
     def __init__(self, setup: SiteSetup, folder: CheckpointFolder, steps: int, dtype: torch.dtype) -> None:
         self.setup, self.folder, self.steps, self.dtype = setup, folder, steps, dtype
-        self.stepper = make_stepper(setup.F, setup.initial.x.device, graphs=setup.graphs)
+        self.models = SiteModels(setup.trial, folder)
+        config = setup.trial.workload.config
+        self.stepper = make_stepper(setup.trial.F, setup.initial.x.device, graphs=config.model.graphs)
         self.latest: Checkpoint | None = None  # the newest state on disk, to spare a read
 
     def answer(self, request: Message) -> bytes:
@@ -33,10 +37,9 @@ class SiteSession:
             check_tensors(self.setup.layout, request.tensors, self.dtype)
         state, saved = self.received(number, request.tensors)
         if kind == "train":
-            return self.train(number, state, saved.steps, request.fields)
-        if kind == "finish":
-            self.setup.export(state, number - 1)
-        return encode({"kind": "scores", "round": number, "served": self.measured(state, number - 1)})
+            return self.train(number, state, saved, request.fields)
+        look = self.models.deploy if kind == "finish" else self.models.served
+        return encode({"kind": "scores", "round": number} | look(state, saved, number - 1))
 
     def received(self, number: int, tensors: dict[str, torch.Tensor]) -> tuple[State, Checkpoint]:
         """The state a round begins with: the site's own of its last round, with the server's common adapter in it."""
@@ -48,34 +51,33 @@ class SiteSession:
         common = to_flat(self.setup.layout, tensors).to(saved.state.x)
         return self.setup.method.receive(saved.state, common), saved
 
-    def measured(self, state: State, number: int) -> Scores:
-        """The scores with the state after round `number`; one that is no number cannot be sent and is left out."""
-        return {name: v for name, v in self.setup.measure(state, number).items() if math.isfinite(v)}
-
-    def train(self, number: int, state: State, done: int, fields: dict[str, Any]) -> bytes:
+    def train(self, number: int, state: State, saved: Checkpoint, fields: dict[str, Any]) -> bytes:
         """One round's local steps; the state is on disk before the update leaves."""
-        setup = self.setup
+        trial, method, client = self.setup.trial, self.setup.method, self.setup.client
         answer: dict[str, Any] = {"kind": "update", "round": number}
         if fields.get("measure_served"):
-            answer["served"] = self.measured(state, number - 1)
-        (variant,) = setup.method.variants_for_round(state)
+            answer |= self.models.served(state, saved, number - 1)
+        if method.resizes and self.models.validated and number > 1:
+            state = method.resize(state, sampled_judge(trial, [0]))
+        (variant,) = method.variants_for_round(state)
         state, stats = local_steps(
-            variant, setup.F, state, setup.source, [0], [done], self.steps, stepper=self.stepper
+            variant, trial.F, state, trial.source, [0], [saved.steps], self.steps, stepper=self.stepper
         )
-        check_finite(stats.loss.cpu(), [setup.client], number)
+        check_finite(stats.loss.cpu(), [client], number)
         answer |= {"steps": self.steps, "loss": float(stats.loss.sum())}
         if stats.second_order is not None:
             share = float(stats.second_order.sum())
             answer |= {"second_order": share} if math.isfinite(share) else {}
         if fields.get("measure_before"):
-            answer["before"] = self.measured(state, number)
-        state, leaves = setup.method.send(state)
+            answer["before"] = self.models.before_averaging(state, number)
+        stays, leaves = method.send(state)
         if leaves.numel() and not bool(torch.isfinite(leaves).all()):
-            raise NonFiniteLoss(f"the common adapter of {setup.client!r} became infinite in round {number}")
-        self.latest = Checkpoint(number, done + self.steps, state)
+            raise NonFiniteLoss(f"the common adapter of {client!r} became infinite in round {number}")
+        unpruned = None if stays is state else state.x
+        self.latest = Checkpoint(number, saved.steps + self.steps, stays, unpruned)
         self.folder.save(self.latest)
         tensors = {}
         if leaves.numel():
-            (rank,) = setup.method.ranks_of(state)  # only that part of the common adapter leaves
-            tensors = to_tensors(setup.layout, leaves[0], rank, self.dtype)
+            (rank,) = method.ranks_of(stays)  # only that part of the common adapter leaves
+            tensors = to_tensors(self.setup.layout, leaves[0], rank, self.dtype)
         return encode(answer, tensors)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +13,51 @@ import torch
 
 import pf2lora
 from pf2lora.core.layout import Layout
-from pf2lora.core.method import Loss, Method, State, moved
+from pf2lora.core.method import Method, State, moved
 from pf2lora.data.client import Client, check_name
 from pf2lora.data.loading import load_clients
-from pf2lora.engines.batches import BatchSource
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.run.config import Config, from_dict, merged, read_toml
-from pf2lora.run.evaluation import finite, measure, models_in_use
-from pf2lora.run.folder import save_client
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import load_workload
 from pf2lora.settings import checked, column_settings, setting, types_of
 from pf2lora.tasks import TASKS
 
 SITE_FILE = "site.toml"
-FILES = ("clients", "test", "test_ratio", "limit")  # of the run's data settings, those that are a site's own
-
-Scores = dict[str, float]
-"""`rows` and, by metric, the score times the rows: counts and sums, nothing about a single example."""
+PARTS = ("clients", "test", "validation")  # the settings that name a site's files
+FILES = (
+    *PARTS,
+    "test_ratio",
+    "validation_ratio",
+    "limit",
+)  # of the run's data settings, those that are its own
 
 
 @dataclass(frozen=True)
 class SiteSetup:
     """What a site brings to a run, none of which leaves it but the declared facts."""
 
-    client: str  # its name, by which batches are drawn and its adapters are kept
-    method: Method
-    F: Loss
-    source: BatchSource  # of one client
-    initial: State
-    measure: Callable[[State, int], Scores]  # with the state after a round
+    trial: Trial  # of one client, under whose name batches are drawn and adapters are kept
+    initial: State  # on the site's device
     facts: dict[str, Any]  # what the server checks before round 1
-    metrics: tuple[str, ...]
-    graphs: bool = True  # record the local step on a CUDA device
-    export: Callable[[State, int], None] = lambda state, number: None
+
+    @property
+    def client(self) -> str:
+        """The client's name."""
+        return self.trial.workload.names[0]
+
+    @property
+    def method(self) -> Method:
+        """What the site trains with."""
+        return self.trial.method
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the scores that may leave."""
+        return tuple(self.trial.workload.task.metrics)
 
     @property
     def layout(self) -> Layout:
@@ -111,7 +118,7 @@ def site_config(plan: Plan, file: Path) -> tuple[Config, SiteFile]:
     columns = column_settings(type(plan.run.task))
     own = read_site_file(file, columns)
     data = {key: value for key, value in own.data.items() if key in FILES}
-    for key in ("clients", "test"):
+    for key in PARTS:
         paths = [data[key]] if isinstance(data.get(key), str) else data.get(key, [])
         data[key] = [absolute(file.parent, p) for p in paths]
     model = {"name": absolute(file.parent, own.model), "device": own.device, "precision": own.precision}
@@ -164,34 +171,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
         "engine": require_nvflare(),
         "version": pf2lora.__version__,
     }
-
-    def export(state: State, number: int) -> None:
-        common, personal = models_in_use(trial, state, number)
-        kind, base_model = workload.task.peft_type, config.model.name
-        save_client(
-            state_folder(plan, file), trial.model, client.name, common[0], personal[0], kind, base_model
-        )
-
-    return SiteSetup(
-        client.name,
-        trial.method,
-        trial.F,
-        trial.source,
-        moved(trial.state, workload.device),
-        partial(summed_scores, trial),
-        facts,
-        tuple(workload.task.metrics),
-        config.model.graphs,
-        export,
-    )
-
-
-def summed_scores(trial: Trial, state: State, number: int) -> Scores:
-    """The site's scores with its state after round `number`."""
-    scores = measure(trial, models_in_use(trial, state, number)).scores
-    rows = len(trial.workload.clients[0].test)
-    sums = {name: v * rows for name, (value,) in scores.items() if (v := finite(value)) is not None}
-    return {"rows": rows} | sums
+    return SiteSetup(trial, moved(trial.state, workload.device), facts)
 
 
 def model_settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,130 @@
+"""How good a site's models are, and which one it deploys: a client of a local run measures and chooses the same way.
+
+The site chooses by its own validation rows and keeps its best model so far in its state folder, so that one that is
+started again chooses the same. All that this gives for the server are counts of rows and sums over them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pf2lora.atomic import write_json
+from pf2lora.core.method import State, StepStats
+from pf2lora.engines.local import Round
+from pf2lora.federation.protocol.checkpoints import BEST, Checkpoint, CheckpointFolder, writing
+from pf2lora.run.deploy import Deployment, Kept, candidates
+from pf2lora.run.evaluation import Models, finite, measure, models_in_use
+from pf2lora.run.folder import save_client
+from pf2lora.run.result import Choice
+from pf2lora.run.set_up import Trial
+
+CHOICE = "deploy.json"  # beside the adapter that the site deploys
+
+Sums = dict[str, float]
+"""`rows`, and what was summed over them: nothing about a single example. What is no number cannot be sent and is left
+out."""
+
+
+class SiteModels:
+    """The models of a site's one client after a round; `trial` is of that client."""
+
+    def __init__(self, trial: Trial, folder: CheckpointFolder) -> None:
+        self.trial, self.folder = trial, folder
+        self.validated = trial.workload.validation is not None
+
+    def before_averaging(self, state: State, number: int) -> Sums:
+        """The scores with what round `number`'s local steps left."""
+        return self.scores(models_in_use(self.trial, state, number, received=False))
+
+    def served(self, state: State, saved: Checkpoint, number: int) -> dict[str, Sums]:
+        """The scores and the validation loss with what the site is served after round `number`. `saved` is the site's
+        own last round, which need not be that one. A model that is the best so far is kept."""
+        served = models_in_use(self.trial, state, number)
+        answer = {"served": self.scores(served)}
+        if self.validated:
+            answer |= validation_sums(self.look(round_of(state, saved, number), served))
+        return answer
+
+    def deploy(self, state: State, saved: Checkpoint, number: int) -> dict[str, Sums]:
+        """The same at the run's end, with the score of what the site chose to deploy, which is written."""
+        served = models_in_use(self.trial, state, number)
+        answer = {"served": self.scores(served)}
+        if not self.validated:
+            self.export(served)
+            return answer
+        done = round_of(state, saved, number)
+        deployment = self.look(done, served)
+        answer |= validation_sums(deployment)
+        deployment.try_personal_steps(done, served)
+        deployment.choose()
+        self.export(deployment.models, *deployment.choices())
+        return answer | {"deploy": self.scores(deployment.models)}
+
+    def look(self, done: Round, served: Models) -> Deployment:
+        """Judge a round's candidates beside the best of the rounds before; the best of all is on disk then."""
+        deployment = Deployment(self.trial)
+        found = self.folder.newest(BEST, done.number)
+        if found is not None:
+            deployment.best = self.read_best(found)
+        deployment.look(done, dict(candidates(self.trial, done, served)), None)
+        self.write_best(deployment.best, done.number)
+        return deployment
+
+    def write_best(self, best: Kept, number: int) -> None:
+        """Keep the best model as it is after round `number`, with all that it was judged by."""
+        assert best.models is not None
+        judged = {name: value for name, value in vars(best).items() if isinstance(value, Tensor)}
+        self.folder.write(BEST, number, judged | best.models._asdict(), {"which": json.dumps(best.which[0])})
+
+    def read_best(self, number: int) -> Kept:
+        """The best model as it was after round `number`."""
+        tensors, header = self.folder.read(BEST, number)
+        best = Kept(1)
+        candidate, of_round = json.loads(header["which"])
+        best.which = [(candidate, of_round)]
+        best.models = Models(*(tensors.pop(name) for name in Models._fields))
+        vars(best).update(tensors)
+        return best
+
+    def scores(self, models: Models) -> Sums:
+        """The test rows, and by metric the score times them."""
+        scores, rows = measure(self.trial, models).scores, len(self.trial.workload.clients[0].test)
+        sums = {name: v * rows for name, (value,) in scores.items() if (v := finite(value)) is not None}
+        return {"rows": rows} | sums
+
+    def export(self, models: Models, choice: Choice | None = None) -> None:
+        """Write what the site deploys, and what it chose."""
+        workload = self.trial.workload
+        (name,), base = workload.names, workload.config.model.name
+        with writing(self.folder.folder):
+            save_client(
+                *(self.folder.folder, self.trial.model, name, models.common[0], models.personal[0]),
+                *(workload.task.peft_type, base),
+            )
+            if choice is not None:
+                write_json(choice_file(self.folder.folder, name), asdict(choice))
+
+
+def choice_file(folder: Path, client: str) -> Path:
+    """Where a site's state folder of a run says what the site chose."""
+    return folder / "clients" / client / CHOICE
+
+
+def round_of(state: State, saved: Checkpoint, number: int) -> Round:
+    """Round `number` as a client of a local run would see it, as far as candidates are made of it: before the average
+    it had what its own last round left."""
+    nothing = torch.empty(0)
+    return Round(number, [0], StepStats(nothing), saved.before, state, nothing, 0.0)
+
+
+def validation_sums(deployment: Deployment) -> dict[str, Sums]:
+    """The validation rows with the sum of the served model's loss over them."""
+    losses = deployment.served.losses[0]
+    rows, total = int((~losses.isnan()).sum()), float(losses.nansum())
+    return {"validation": {"rows": rows, "loss": total}} if rows and math.isfinite(total) else {}
