@@ -114,6 +114,7 @@ def test_generation_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             max_new_tokens=10,
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,  # Llama's own default is another token here
         )
         assert str(tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)).strip() == text
 
