@@ -1,6 +1,6 @@
 """Small runs of every method on every task, boiled down to numbers that a rebuild must not change.
 
-`python tests/pinned_runs.py` writes pinned_runs.json anew; a commit that does so says what changed and why.
+`python tests/helpers/pinned_runs.py` writes pinned_runs.json anew; a commit that does so says what changed and why.
 """
 
 from __future__ import annotations
@@ -103,6 +103,9 @@ def in_federation(
     own = {
         site: write_site_file(folder / "sites" / site / "site.toml", folder, site, model) for site in NAMES
     }
+    for file in own.values():
+        with file.open("a", encoding="utf8") as site_file:
+            site_file.write("validation_ratio = 0.0\n")  # of its [data]: every row is learned from
     for site, file in zip(NAMES, files):
         for part in ("train", "test"):  # the same rows in both: what is pinned is how they are used
             (folder / part).mkdir(exist_ok=True)
