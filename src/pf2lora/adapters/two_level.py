@@ -120,8 +120,8 @@ class TwoLevelModel:
     ) -> tuple[Tensor, Tensor]:
         """The first x and y: the same A for every client, each client its own C, as LoRA initialises A; B = D = 0.
 
-        A head that the checkpoint holds starts from it, a new one as transformers starts it, by the seed. A client's own
-        bias is added to the head's and starts from zero.
+        A head that the checkpoint holds starts from it, a new one as transformers starts it, by the seed. A client's
+        own bias is added to the head's and starts from zero.
         """
         heads = {
             f"{name}.{which}": parameter
