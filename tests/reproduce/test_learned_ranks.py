@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.result_example import make_result, typed
+from result_example import make_result, typed
 from typer.testing import CliRunner
 
 from pf2lora.cli import app

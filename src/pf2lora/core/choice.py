@@ -15,5 +15,5 @@ def gain(losses: Tensor, others: Tensor, caution: float) -> Tensor:
     mean = difference.nanmean(1)
     spread = (difference - mean.unsqueeze(1)).square().nansum(1) / (count - 1).clamp_min(1)
     error = (spread / count.clamp_min(1)).sqrt()
-    sure = torch.where(mean.isinf(), mean, mean - caution * error)  # an infinite loss loses, however it spreads
+    sure = torch.where(mean.isinf(), mean, mean - caution * error)  # an infinite loss loses
     return torch.where(count < 2, -torch.inf, sure).nan_to_num(nan=-torch.inf)
