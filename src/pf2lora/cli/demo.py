@@ -22,7 +22,6 @@ def demo_config() -> Config:
             "batch_size": 8,
             "max_length": 40,
             "lr": 5e-3,
-            "client_lr": 0.1,
             "evaluate_every": 7,
             "title": "Rotten Tomatoes sentences, four clients, all-MiniLM-L6-v2",
             "dataset": MOVIE_REVIEWS,
@@ -30,6 +29,7 @@ def demo_config() -> Config:
             "heterogeneity": 0.6,
             "size_ratio": 4.0,
             "test_ratio": 0.04,
+            "limit": 300,
         },
         "demo",
     )

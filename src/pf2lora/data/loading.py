@@ -128,10 +128,11 @@ def from_files(
     of their own; else a seeded part of each client's rows is held out."""
     train = records_per_client(expand_paths(data.clients), data.client_column, task.read_records)
     first = next(iter(train.values()))
+    needed = 1 if data.test and data.validation else MINIMUM_ROWS  # nothing has to be split off
     for name, records in train.items():
-        if len(records) < MINIMUM_ROWS:
+        if len(records) < needed:
             raise UserError(
-                f"{records[0].file}: client {name!r} has {len(records)} rows; at least {MINIMUM_ROWS} are needed"
+                f"{records[0].file}: client {name!r} has {len(records)} rows; at least {needed} are needed"
             )
     rows = {name: task.rows(records, first, notes) for name, records in train.items()}
     if not data.test:
