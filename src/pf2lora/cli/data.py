@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,7 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from pf2lora.cli.options import ListCommand, described
-from pf2lora.data.summary import Summary
+
+if TYPE_CHECKING:
+    from pf2lora.data.summary import Summary
 
 app = typer.Typer(help="Look at the data that each client gets.", no_args_is_help=True)
 

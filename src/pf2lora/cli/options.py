@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +53,7 @@ class Choice:
         return parameter(self.name, Annotated[kind, option])
 
 
+@cache
 def choices() -> dict[str, Choice]:
     """Every setting of a run, those that most users set first."""
     found: dict[str, Choice] = {}
@@ -67,6 +69,7 @@ def choices() -> dict[str, Choice]:
     return dict(sorted(found.items(), key=lambda item: item[1].panel != EVERYDAY))
 
 
+@cache
 def task_choices() -> dict[str, Choice]:
     """Our tasks' own settings; one that several tasks have is one flag, with each task's default. Another package's
     task is not imported for this: its settings are those of ours that are called alike, and the TOML table [task]."""

@@ -53,8 +53,7 @@ class Deployment:
             self.best, self.common = Kept(self.learners), []
         self.last = {}
         for name, models in offered.items():
-            self.last[name] = Kept(self.learners)
-            self.last[name].offer(name, done.number, self.judge(*models).cpu(), models)
+            self.last[name] = Kept.holding(name, done.number, self.judge(*models).cpu(), models)
             self.best.take_better(self.last[name])
         if common is not None:
             self.offer_common(common, self.last.get(COMMON, self.last[SERVED]).mean_losses())
@@ -117,12 +116,19 @@ class Deployment:
 
 
 class Kept:
-    """A model of every learner with its losses on the validation rows, on the host."""
+    """A model of every learner with its losses on the validation rows."""
 
     def __init__(self, learners: int) -> None:
         self.which: list[tuple[str, int]] = [(SERVED, 0)] * learners  # candidate and round
         self.losses = torch.full((learners, 1), torch.nan, dtype=torch.float64)
         self.models: Models | None = None
+
+    @classmethod
+    def holding(cls, name: str, number: int, losses: Tensor, models: Models) -> Kept:
+        """These very models, which their owner may write over: a thousand clients' are not copied for nothing."""
+        new = cls(len(losses))
+        new.which, new.losses, new.models = [(name, number)] * len(losses), losses, models
+        return new
 
     @property
     def held(self) -> Models:
@@ -136,9 +142,7 @@ class Kept:
 
     def offer(self, name: str, number: int, losses: Tensor, models: Models) -> None:
         """Whoever does better with these models than with what it has takes its own."""
-        new = Kept(len(losses))
-        new.which, new.losses, new.models = [(name, number)] * len(losses), losses, models
-        self.take_better(new)
+        self.take_better(Kept.holding(name, number, losses, models))
 
     def take_better(self, other: Kept, allowed: Tensor | None = None) -> None:
         """Whoever does better with the other's model, and is allowed to, takes it; of equal ones the first."""

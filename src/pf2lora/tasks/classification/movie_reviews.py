@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pf2lora.core.streams import numpy_generator
 from pf2lora.data.client import Pool
 from pf2lora.data.embedded import package_folder
 from pf2lora.data.files import read_records
 from pf2lora.data.settings import DataSettings
-from pf2lora.data.split import split_rows
 from pf2lora.tasks.classification.rows import TextRow
 from pf2lora.tasks.settings import Dataset
 
@@ -24,6 +22,9 @@ def movie_reviews() -> list[TextRow]:
 
 def read(data: DataSettings, seed: int, notes: list[str]) -> Pool[TextRow]:
     """A part is held out by label."""
+    from pf2lora.core.streams import numpy_generator  # numpy: help must not cost it
+    from pf2lora.data.split import split_rows
+
     rows = movie_reviews()
     parts = split_rows(rows, [row.label for row in rows], data.test_ratio, numpy_generator(seed, "split"))
     return Pool(*parts, order=LABELS)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pf2lora.core.streams import numpy_generator
 from pf2lora.data.client import Pool
 from pf2lora.data.files import Record
 from pf2lora.data.settings import DataSettings
-from pf2lora.data.split import split_rows
 from pf2lora.errors import UserError, missing_extra
 from pf2lora.tasks.question_answering.rows import Columns, QuestionRow, read_records, rows_of
 from pf2lora.tasks.settings import Dataset
@@ -66,6 +64,9 @@ def _dataset(name: str) -> Dataset[QuestionRow]:
 
     def read(data: DataSettings, seed: int, notes: list[str]) -> Pool[QuestionRow]:
         rows = read_squad(name, data.data_dir, notes)
+        from pf2lora.core.streams import numpy_generator  # numpy: help must not cost it
+        from pf2lora.data.split import split_rows
+
         return Pool(*split_rows(rows, [""] * len(rows), data.test_ratio, numpy_generator(seed, "split")))
 
     return Dataset(SQUAD[name].title, read, num_clients=4, heterogeneity=0.5)
