@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,17 +76,22 @@ def test_what_is_judged_on_validation_rows_needs_them(
 # ---- early stopping ----
 
 
-def test_patience_stops_after_so_many_evaluations_without_a_better_loss(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mean over clients falls, rises, falls to no less than before: with a patience of 2 the fourth is the last."""
-    means = iter([0.9, 0.8, 0.85, 0.8, 0.1, 0.1])
+def script_losses(monkeypatch: pytest.MonkeyPatch, means: Iterator[float]) -> None:
+    """Every evaluation finds the next of these mean losses."""
     original = trial.Deployment.look
 
     def scripted(self: Any, *args: Any) -> Any:
         return original(self, *args) * 0 + next(means)
 
     monkeypatch.setattr(trial.Deployment, "look", scripted)
+
+
+def test_patience_stops_after_so_many_evaluations_without_a_better_loss(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean over clients falls, rises, falls to no less than before: with a patience of 2 the fourth is the last."""
+    means = iter([0.9, 0.8, 0.85, 0.8, 0.1, 0.1])
+    script_losses(monkeypatch, means)
     settings = VALIDATED | {"rounds": 12, "evaluate_every": 2, "patience": 2, "method": ["homlora"]}
     lines, runs = noted(world, **settings)
     (run,) = runs["homlora"]
@@ -104,12 +110,7 @@ def test_patience_stops_after_so_many_evaluations_without_a_better_loss(
 
 def test_every_seed_stops_by_itself(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     means = iter([0.5, 0.6, 0.5, 0.4, 0.6])  # the first seed's two rounds, then the second's three
-    original = trial.Deployment.look
-
-    def scripted(self: Any, *args: Any) -> Any:
-        return original(self, *args) * 0 + next(means)
-
-    monkeypatch.setattr(trial.Deployment, "look", scripted)
+    script_losses(monkeypatch, means)
     settings = VALIDATED | {"rounds": 9, "patience": 1, "seeds": 2, "method": ["local"]}
     lines, runs = noted(world, **settings)
     assert [len(run.rounds) for run in runs["local"]] == [2, 3]
