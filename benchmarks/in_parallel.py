@@ -4,8 +4,10 @@
 
 A line of the file is a shell command; `#` begins a comment. A small model leaves most of an accelerator idle while the
 host prepares its next step, so several processes finish sooner together than one after the other; their times say
-nothing then. At the end of the time everything that still runs is interrupted (Ctrl-C), and killed ten seconds later:
-commands that write a line per finished run lose only the one in hand.
+nothing then. (Once each fills the accelerator there is nothing to win: ten at once took as long as one by one.) At the
+end of the time everything that still runs is interrupted (Ctrl-C), and killed ten seconds later: commands that write a
+line per finished run lose only the one in hand. `--done FILE` lists the commands that ended well and leaves them out
+the next time.
 """
 
 from __future__ import annotations
@@ -48,9 +50,20 @@ def stop(jobs: list[Job]) -> None:
             time.sleep(0.1)
 
 
-def run(commands: list[str], *, at_once: int, seconds: float, logs: Path) -> list[str]:
+def note(command: str, done: Path | None) -> None:
+    if done is not None:
+        with done.open("a", encoding="utf8") as file:
+            file.write(command + "\n")
+
+
+def run(
+    commands: list[str], *, at_once: int, seconds: float, logs: Path, done: Path | None = None
+) -> list[str]:
     """The commands that did not end by themselves with status 0."""
     logs.mkdir(parents=True, exist_ok=True)
+    if done is not None and done.exists():
+        ended = set(done.read_text(encoding="utf8").splitlines())
+        commands = [command for command in commands if command not in ended]
     ends, waiting, running, failed = time.monotonic() + seconds, list(enumerate(commands)), list[Job](), []
     while (waiting or running) and time.monotonic() < ends:
         while waiting and len(running) < at_once:
@@ -59,9 +72,13 @@ def run(commands: list[str], *, at_once: int, seconds: float, logs: Path) -> lis
         time.sleep(0.1)
         for job in [job for job in running if job.process.poll() is not None]:
             running.remove(job)
-            print(f"{job.process.returncode} {time.monotonic() - job.started:6.1f} s  {job.command}", flush=True)
+            print(
+                f"{job.process.returncode} {time.monotonic() - job.started:6.1f} s  {job.command}", flush=True
+            )
             if job.process.returncode:
                 failed.append(job.command)
+            else:
+                note(job.command, done)
     stop(running)
     for job in running:
         print(f"stopped  {job.command}")
@@ -78,9 +95,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--logs", type=Path, default=Path("build/logs"))
+    parser.add_argument("--done", type=Path)
     options = parser.parse_args(arguments)
-    commands = read_commands(options.file)
-    return int(bool(run(commands, at_once=options.at_once, seconds=options.seconds, logs=options.logs)))
+    limits = {"at_once": options.at_once, "seconds": options.seconds}
+    return int(bool(run(read_commands(options.file), **limits, logs=options.logs, done=options.done)))
 
 
 if __name__ == "__main__":

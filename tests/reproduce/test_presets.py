@@ -206,6 +206,7 @@ def test_a_mistake_is_named(change: tuple[str, str], message: str) -> None:
 def test_runs_are_chosen_by_name() -> None:
     preset = load_preset("heterogeneity")
     assert [run.name for run in preset.only(["sst2-1"]).runs] == ["sst2-1"]
+    assert [run.name for run in preset.only(["sst2"]).runs] == ["sst2-0.6", "sst2-0.9", "sst2-1"]
     with pytest.raises(UserError, match=r"did you mean 'sst2-1'"):
         preset.only(["sst2-1.0"])
 

@@ -34,7 +34,10 @@ SETTINGS = (
 """What may be set over a preset; anything else is an edit of its copy (`--print-config`)."""
 
 Only = Annotated[
-    list[str] | None, typer.Option("--only", help="Only this run of the preset; may be given several times.")
+    list[str] | None,
+    typer.Option(
+        "--only", help="Only this run of the preset, or this one at every value; may be given several times."
+    ),
 ]
 Out = Annotated[
     Path | None,
@@ -109,7 +112,7 @@ def execute(
     paper = load_preset(name).only(only)
     preset = paper.with_settings(in_tables(settings, "command line"))
     if print_config:
-        alone = preset.runs[0].config if len(only) == 1 and not preset.counted else None
+        alone = preset.runs[0].config if only and len(preset.runs) == 1 and not preset.counted else None
         typer.echo(to_toml(preset) if alone is None else config_toml(alone), nl=False)
         return
     if grid and preset.grid is None:

@@ -42,6 +42,10 @@ class Run:
     shape: dict[str, Any] = field(default_factory=dict)
     length: int = 128
 
+    def is_called(self, name: str) -> bool:
+        """Whether `name` is its own, or that of all the values of its varied setting."""
+        return self.name == name or (self.at is not None and self.name == f"{name}-{self.at:g}")
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -76,12 +80,12 @@ class Preset:
         return all(run.shape for run in self.runs)
 
     def only(self, names: Sequence[str]) -> Preset:
-        """The preset with these runs alone."""
-        known = [run.name for run in self.runs]
+        """The preset with these runs alone; a varied setting's runs go by one name, too."""
         for name in names:
-            if name not in known:
-                raise unknown(f"run of {self.name}", name, known)
-        return replace(self, runs=tuple(run for run in self.runs if run.name in names)) if names else self
+            if not any(run.is_called(name) for run in self.runs):
+                raise unknown(f"run of {self.name}", name, [run.name for run in self.runs])
+        kept = tuple(run for run in self.runs if any(map(run.is_called, names)))
+        return replace(self, runs=kept) if names else self
 
     def with_settings(self, over: Mapping[str, Any]) -> Preset:
         """The preset with these config tables over those of every run."""
