@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from pf2lora.core.method import State
 from pf2lora.methods.homlora import HomLoRA
 
 
@@ -17,10 +14,6 @@ class Local(HomLoRA):
 
     name: ClassVar[str] = "local"
     label: ClassVar[str] = "Local"
+    summary: ClassVar[str] = "every client alone: the floor that tells whether federating helps"
+    personal_part: ClassVar[str] = "all of it"
     federated: ClassVar[bool] = False
-
-    def send(self, s: State) -> tuple[State, Tensor]:
-        return s, s.x[:, :0]
-
-    def receive(self, s: State, common: Tensor) -> State:
-        return s

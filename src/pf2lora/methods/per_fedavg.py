@@ -27,6 +27,8 @@ class PerFedAvg(Bilevel):
 
     name: ClassVar[str] = "per-fedavg"
     label: ClassVar[str] = "Per-FedAvg-LoRA"
+    summary: ClassVar[str] = "a LoRA that is good after one step on a client's data (second order)"
+    personal_part: ClassVar[str] = "the step before use"
     draws: ClassVar[int] = 2
     adapts_before_use: ClassVar[bool] = True
 

@@ -25,6 +25,10 @@ class PF2LoRA(OwnSize, Bilevel):
 
     name: ClassVar[str] = "pf2lora"
     label: ClassVar[str] = "PF2LoRA"
+    summary: ClassVar[str] = (
+        "two adapters, the common one by the hypergradient of what the client's own then does (Algorithm 1)"
+    )
+    personal_part: ClassVar[str] = "y: an adapter D_kC_k"
     derived: ClassVar[frozenset[str]] = OwnSize.derived | Bilevel.derived
 
     def __post_init__(self) -> None:

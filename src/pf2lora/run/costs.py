@@ -27,11 +27,18 @@ def parameters(method: Method, personal: Layout, state: State) -> Parameters:
     return Parameters(sum(trained) / len(trained), personal.size, method.layout.head_size)
 
 
-def sent_bytes(method: Method, numbers: Sequence[int]) -> SentBytes:
-    """What a client sends in a round, from how many `numbers` each client sent in each; the head apart."""
+def sent_bytes(method: Method, numbers: Sequence[int], rounds: int) -> SentBytes:
+    """What a client sends in a round, the mean over `rounds`, from how many `numbers` each client sent in each; the
+    head apart."""
     mean = sum(numbers) / len(numbers) if numbers else 0
-    head = sum(e.size for e in method.layout.shared_entries if e.kind == "head") if mean else 0
+    head = sent_head(method, rounds)
     return SentBytes((mean - head) * BYTES_PER_NUMBER, head * BYTES_PER_NUMBER)
+
+
+def sent_head(method: Method, rounds: int) -> float:
+    """How many numbers of the head a client sends in a round, the mean over `rounds`."""
+    leaves = (method.leaves(number).head_size for number in range(1, rounds + 1))
+    return sum(leaves) / rounds
 
 
 # --- floating-point operations -----------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from pf2lora.adapters.two_level import TwoLevelModel
@@ -221,7 +220,7 @@ def measured_record(
 
 def note_sent(trial: Trial, done: Round, watched: Watched) -> None:
     """How many numbers each participant sent."""
-    numbers, learners = trial.method.sent_numbers(done.served), len(trial.source.clients)
+    numbers, learners = trial.method.sent_numbers(done.served, done.number), len(trial.source.clients)
     for i in done.participants:
         watched.sent[i // learners].append(numbers[i])
 
@@ -277,7 +276,7 @@ def seed_run(
         rounds=watched.rounds[s],
         layers=trial.model.layer_names,
         parameters=costs.parameters(method, trial.model.personal_layout, trial.state),
-        bytes_per_round=costs.sent_bytes(method, watched.sent[s]),
+        bytes_per_round=costs.sent_bytes(method, watched.sent[s], len(watched.rounds[s])),
         flops_per_round=None,
         seconds=sum(r.seconds for r in watched.rounds[s]),
         evaluation_seconds=watched.evaluation_seconds / len(trial.seeds),
@@ -305,12 +304,12 @@ def per_client(trial: Trial, done: Round, steps: Tensor, s: int) -> Numbers:
 
 
 def common_vectors(trial: Trial, done: Round) -> Tensor:
-    """What all clients share `(seeds, P)`: the servers' last answers. Personal heads stay home: it has the one all
-    began with."""
+    """What all clients share `(seeds, P)`: the servers' last answers. Of what stays home, as personal heads do, it has
+    what all began with."""
     if trial.method.pooled:
         return done.served.x
-    first = trial.state.x[:: len(trial.source.clients), done.common.shape[1] :]
-    return torch.cat([done.common, first.to(done.common)], dim=1)
+    first = trial.state.x[:: len(trial.source.clients)]
+    return trial.method.common(first.to(done.common), done.common, done.number)
 
 
 def second_order_shares(rounds: Sequence[RoundRecord]) -> Numbers:
