@@ -31,7 +31,7 @@ def test_a_round_exchanges_its_own_part_and_every_client_gets_its_own_answer() -
         torch.testing.assert_close(after, expected.to(after), rtol=1e-12, atol=1e-12)
         rest = Layout.of(e for e in p.layout.entries if e not in part.entries)
         assert torch.equal(p.layout.select(done.before.x, rest), p.layout.select(done.served.x, rest))
-        (server,) = done.servers
+        (server,) = done.after.servers
         torch.testing.assert_close(server.inner[0], before.mean(0).sum().unsqueeze(0))
         assert server.seen.tolist() == [sum(range(1, done.number + 1))] * 3
 
@@ -40,11 +40,11 @@ def test_each_seed_has_its_own_server() -> None:
     """Two federations of the same clients side by side, of which half take part: what each alone would keep."""
     p, apart = tiny_problem("roberta"), []
     for seed in (0, 1):
-        apart.append(rounds_of(p, rounds=3, participation=0.5, seeds=(seed,))[-1].servers[0])
+        apart.append(rounds_of(p, rounds=3, participation=0.5, seeds=(seed,))[-1].after.servers[0])
     assert apart[0].seen.tolist() != apart[1].seen.tolist()
     both = p._replace(x=p.x.repeat(2, 1), y=p.y.repeat(2, 1), source=Twice(p.source))
     (*_, last) = rounds_of(both, rounds=3, participation=0.5, seeds=(0, 1))
-    for own, alone in zip(last.servers, apart):
+    for own, alone in zip(last.after.servers, apart):
         assert torch.equal(own.seen, alone.seen)
         torch.testing.assert_close(own.inner[0], alone.inner[0])
 

@@ -15,5 +15,6 @@ class Local(HomLoRA):
     name: ClassVar[str] = "local"
     label: ClassVar[str] = "Local"
     summary: ClassVar[str] = "every client alone: the floor that tells whether federating helps"
-    personal_part: ClassVar[str] = "all of it"
+    sent_part: ClassVar[str] = "nothing"
+    personal_part: ClassVar[str] = "all of x"
     federated: ClassVar[bool] = False
