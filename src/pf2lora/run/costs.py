@@ -27,18 +27,23 @@ def parameters(method: Method, personal: Layout, state: State) -> Parameters:
     return Parameters(sum(trained) / len(trained), method.own_numbers(personal), method.layout.head_size)
 
 
-def sent_bytes(method: Method, numbers: Sequence[int], rounds: int) -> SentBytes:
-    """What a client sends in a round, the mean over `rounds`, from how many `numbers` each client sent in each; the
-    head apart."""
-    mean = sum(numbers) / len(numbers) if numbers else 0
-    head = sent_head(method, rounds)
-    return SentBytes((mean - head) * BYTES_PER_NUMBER, head * BYTES_PER_NUMBER)
+@dataclass
+class Sent:
+    """How many numbers clients sent, how many times one of them did, and how many of the numbers were the head's."""
+
+    total: int = 0
+    times: int = 0
+    head: int = 0
+
+    def add(self, numbers: int, head: int) -> None:
+        self.total, self.times, self.head = self.total + numbers, self.times + 1, self.head + head
 
 
-def sent_head(method: Method, rounds: int) -> float:
-    """How many numbers of the head a client sends in a round, the mean over `rounds`."""
-    leaves = (method.leaves(number).head_size for number in range(1, rounds + 1))
-    return sum(leaves) / rounds
+def sent_bytes(sent: Sent) -> SentBytes:
+    """What a client sends in a round, the mean over rounds and clients; the head apart."""
+    times = max(sent.times, 1)
+    adapter, head = (n / times * BYTES_PER_NUMBER for n in (sent.total - sent.head, sent.head))
+    return SentBytes(adapter, head)
 
 
 # --- floating-point operations -----------------------------------------------------------------------------
@@ -65,6 +70,11 @@ class StepLedger:
         """One step of `step.clients` clients."""
         lengths = self.steps.setdefault(step.method, {})
         lengths[step.lengths] = lengths.get(step.lengths, 0) + step.clients
+
+    @property
+    def total(self) -> int:
+        """All client-steps."""
+        return sum(times for lengths in self.steps.values() for times in lengths.values())
 
     def flops(self, F: Loss, source: EncodedSource, state: State, device: torch.device) -> float:
         """The run's operations: those of one client's step are counted for a few lengths, and summed over all.
