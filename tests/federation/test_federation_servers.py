@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from small_federation import SITES, Small, local_run, make_plan, make_small
 
+from pf2lora.core.method import tensors_of
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.checkpoints import StateFolderError, restored
 from pf2lora.methods import METHODS
