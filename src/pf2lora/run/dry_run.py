@@ -115,7 +115,8 @@ def method_plan(workload: Workload, name: str) -> MethodPlan:
         step = timed_steps(trial)
         evaluation = timed_answers(trial)
         memory = costs.peak_memory(workload.device)
-        sent = costs.sent_bytes(trial.method, trial.method.sent_numbers(trial.state))
+        numbers = trial.method.sent_numbers(trial.state)
+        sent = costs.sent_bytes(trial.method, costs.Sent(sum(numbers), len(numbers)))
         parameters = costs.parameters(trial.method, trial.model.personal_layout, trial.state)
     finally:
         trial.model.remove()
