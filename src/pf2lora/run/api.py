@@ -8,6 +8,7 @@ from typing import Any
 
 from pf2lora.atomic import write_json, write_text
 from pf2lora.core.method import Method
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.methods import METHODS
 from pf2lora.run import comparison, folder, trackers
 from pf2lora.run import config as configs
@@ -38,7 +39,8 @@ def federate(
     `method` and `task` are names, `package.module:Class`, or classes of your own. `settings` are the command line's:
     `rounds=50`, `client_lr=0.03`, `text="review"`, `dataset="sst2"`, …; `methods` are those of single methods:
     `{"hetlora": {"penalty": 1e-3}}`. With `out`, the run folder with adapters and report is written there; one that
-    holds another run is only replaced with `force`.
+    holds another run is only replaced with `force`. A method that fails is in the result's `failed`, unless all do:
+    that is a `Diverged` error.
     """
     files = [clients] if isinstance(clients, str | Path) else clients
     asked = [method] if isinstance(method, str | type) else method
@@ -51,7 +53,12 @@ def federate(
         "methods": methods or {},
     }
     config = configs.from_settings(settings, "federate()")
-    return run(config, Path(out) if out is not None else None, force=force)
+    result = run(config, Path(out) if out is not None else None, force=force)
+    if len(result.failed) == len(result.methods):
+        raise Diverged(
+            "; ".join(f"{result.methods[name].label}: {why}" for name, why in result.failed.items())
+        )
+    return result
 
 
 def run(
@@ -66,7 +73,9 @@ def run(
     from pf2lora import report
 
     if out is None:
-        return comparison.compare(config, Watcher(on_note=on_note), workload)
+        return comparison.compare(
+            config, Watcher(on_note=on_note), workload, go_on=not config.training.strict
+        )
     folder.check_free(out, force=force)
     trackers.check(config.output.trackers)
     workload = workload or prepare(config)
@@ -85,7 +94,8 @@ def run(
             folder.save_outcome(out, workload, asked[method], seed, outcome)
 
     try:
-        result = comparison.compare(config, Watcher(on_round, on_outcome, on_note), workload)
+        watcher = Watcher(on_round, on_outcome, on_note)
+        result = comparison.compare(config, watcher, workload, go_on=not config.training.strict)
     finally:
         for tracker in tracking:
             tracker.close()

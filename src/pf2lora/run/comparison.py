@@ -6,14 +6,16 @@ import gc
 import os
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
 
 import pf2lora
 from pf2lora.core.randomness import participants
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
 from pf2lora.methods.own_size import AUTO, FIXED
@@ -21,7 +23,7 @@ from pf2lora.run import trial as trials
 from pf2lora.run.config import Config, to_dict
 from pf2lora.run.progress import track
 from pf2lora.run.result import ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
-from pf2lora.run.set_up import check_methods, method_settings, schedule_of, set_up
+from pf2lora.run.set_up import Trial, check_methods, method_settings, schedule_of, set_up
 from pf2lora.run.trial import Outcome
 from pf2lora.run.workload import Workload, load_workload
 
@@ -63,8 +65,15 @@ def check_validation(config: Config) -> None:
             )
 
 
-def compare(config: Config, watcher: Watcher | None = None, workload: Workload | None = None) -> Result:
-    """Every method with every seed; the result as docs/result.md describes it."""
+def compare(
+    config: Config,
+    watcher: Watcher | None = None,
+    workload: Workload | None = None,
+    *,
+    go_on: bool = False,
+) -> Result:
+    """Every method with every seed; the result as docs/result.md describes it. A method that fails ends the run, unless
+    it is to `go_on`: then the result says why it failed, beside the others."""
     watcher = watcher or Watcher()
     workload = workload or prepare(config)
     methods: dict[str, MethodResult] = {}
@@ -74,14 +83,30 @@ def compare(config: Config, watcher: Watcher | None = None, workload: Workload |
     for asked in config.training.method:
         kind = METHODS[asked]
         methods[kind.name] = MethodResult(kind.label, [])
-        for outcome in run_seeds(workload, asked, watcher):
-            seed = outcome.record.seed
-            methods[kind.name].runs.append(outcome.record)
-            tell_notes(workload, watcher, told)
-            if seed == config.training.seed:
-                add_examples(examples, workload, kind.name, outcome)
-            watcher.on_outcome(kind.name, seed, outcome)
+        try:
+            for outcome in run_seeds(workload, asked, watcher):
+                seed = outcome.record.seed
+                methods[kind.name].runs.append(outcome.record)
+                tell_notes(workload, watcher, told)
+                if seed == config.training.seed:
+                    add_examples(examples, workload, kind.name, outcome)
+                watcher.on_outcome(kind.name, seed, outcome)
+        except Exception as error:
+            reason = failure(error)
+            if reason is None or not go_on:
+                raise
+            methods[kind.name] = replace(methods[kind.name], failed=reason)
+            watcher.on_note(f"{kind.label} failed: {reason}")
     return describe(workload, methods, list(examples.values()))
+
+
+def failure(error: Exception) -> str | None:
+    """Why a method failed, in a line; None for an error that is not of its own making."""
+    if isinstance(error, Diverged):
+        return str(error)
+    # On the host torch has no class for it; numpy's is a MemoryError.
+    no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)
+    return "it takes more memory than there is; a smaller --clients-per-pass may help" if no_memory else None
 
 
 def tell_notes(workload: Workload, watcher: Watcher, told: set[str]) -> None:
@@ -153,9 +178,7 @@ def run_together(workload: Workload, asked: str, seeds: tuple[int, ...], watcher
         with track(
             training.rounds * training.steps * learners, f"{method.label}{which}: client steps"
         ) as advance:
-            found = trials.run(
-                trial, lambda seed, record: watcher.on_round(method.name, seed, record), advance
-            )
+            found = trials.run(trial, partial(told_round, watcher, trial, set()), advance)
     except BaseException:
         trial.model.remove()
         raise
@@ -170,6 +193,20 @@ def run_together(workload: Workload, asked: str, seeds: tuple[int, ...], watcher
         for line in method.findings(trials.second_order_shares(outcome.record.rounds)):
             watcher.on_note(f"{what}: {line}")
     return found
+
+
+def told_round(
+    watcher: Watcher, trial: Trial, told: set[tuple[int, str]], seed: int, record: RoundRecord
+) -> None:
+    """Pass a round's record on, with a line for each client that is left out for the first time."""
+    which = f", seed {seed}" if len(trial.seeds) > 1 else ""
+    for name, why in record.left_out.items():
+        if (seed, name) not in told:
+            told.add((seed, name))
+            watcher.on_note(
+                f"{trial.method.label}{which}: round {record.round} leaves client {name!r} out: {why}"
+            )
+    watcher.on_round(trial.method.name, seed, record)
 
 
 def describe(workload: Workload, methods: dict[str, MethodResult], examples: list[ExampleRecord]) -> Result:

@@ -29,7 +29,7 @@ from pf2lora.run.evaluation import (
 from pf2lora.run.result import ROUND_POINTS, Numbers, RoundRecord, SeedRun
 from pf2lora.run.set_up import Trial
 from pf2lora.run.validation import sampled_judge
-from pf2lora.run.warnings import Moving, has_a_rate, training_warnings
+from pf2lora.run.warnings import Moving, has_a_rate, left_out_warnings, training_warnings
 from pf2lora.tasks.base import Example
 
 
@@ -179,12 +179,13 @@ def own_slice(trial: Trial, s: int) -> slice:
 
 def plain_record(trial: Trial, done: Round, s: int) -> RoundRecord:
     """What every round has: its time, shared among the seeds of the pass, and the training's figures."""
-    share = done.stats.second_order
+    share, own = done.stats.second_order, trial.source.clients
     return RoundRecord(
         round=done.number,
         seconds=done.seconds / len(trial.seeds),
         train_loss=per_client(trial, done, done.stats.loss, s),
         second_order_share=None if share is None else per_client(trial, done, share, s),
+        left_out={own[i % len(own)]: why for i, why in done.left_out.items() if i // len(own) == s},
     )
 
 
@@ -292,6 +293,7 @@ def seed_run(
                 still,
                 client_lr=has_a_rate(method, trial.model.spec.client_rank),
             ),
+            *left_out_warnings(watched.rounds[s]),
         ],
     )
 
