@@ -201,9 +201,9 @@ def test_federations_know_nothing_of_each_other() -> None:
 
 def test_a_ledger_is_its_largest_updates() -> None:
     """All that a resumed run needs: one that is given the list judges like the one before."""
-    first, second = UpdateLedger(3), UpdateLedger(3)
+    first = UpdateLedger(3)
     judged(first, [1.0, 2.0, 3.0])
-    second.largest = list(first.largest)
+    second = UpdateLedger(3, largest=tuple(first.largest))
     for update in ([2500.0, 1.0, 1.0], [1.0, 2500.0, 1.0]):
         assert judged(first, update) == judged(second, update)
 

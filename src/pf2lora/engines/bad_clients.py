@@ -71,9 +71,16 @@ class UpdateLedger:
     at the others' norms) a learner is judged by its own updates alone.
     """
 
-    def __init__(self, learners: int, clients: int | None = None, *, compare: bool = True) -> None:
+    def __init__(
+        self,
+        learners: int,
+        clients: int | None = None,
+        *,
+        compare: bool = True,
+        largest: Sequence[float] = (),
+    ) -> None:
         self.clients, self.compare = clients or learners, compare
-        self.largest = [0.0] * learners
+        self.largest = list(largest) or [0.0] * learners
         self.now: dict[int, tuple[float, float]] = {}  # this round's updates so far: moved, size
 
     def judge(self, learners: Sequence[int], losses: Tensor, made: Change) -> dict[int, str]:

@@ -26,7 +26,8 @@ class Schedule:
     `participation` is the seeded fraction of clients per round, `weighting` averages "uniform" or by "size" of the
     training data, `clients_per_pass` bounds memory and changes no number. A run with several `seeds` is as many
     federations of the same clients side by side, which share passes and nothing else. `max_bad` clients may be left
-    out of a federation's round as bad ones (None: half of its participants).
+    out of a federation's round as bad ones (None: half of its participants); `compare_updates` off, nobody is judged
+    by the others' updates.
     """
 
     rounds: int
@@ -36,6 +37,7 @@ class Schedule:
     clients_per_pass: int | None = None
     seeds: tuple[int, ...] = (0,)
     max_bad: int | None = None
+    compare_updates: bool = True
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps"):
@@ -66,6 +68,16 @@ def ignore(step: Step) -> None:
     """Nobody watches."""
 
 
+class After(NamedTuple):
+    """Where a run stands after a round, beside its learners' states: `train` goes on from there as an unbroken one.
+    Batches, dropout and participation follow from seeds and numbers, so nothing of them is kept. What a server keeps
+    between rounds belongs here, too."""
+
+    number: int = 0  # the round
+    steps_done: tuple[int, ...] = ()  # by each learner; empty: none yet
+    largest: tuple[float, ...] = ()  # each learner's largest update (`UpdateLedger`); empty: none yet
+
+
 class Round(NamedTuple):
     """What a round did, for all learners (the clients of every seed, seed by seed). `before` has x and y after the
     local steps, `served` the state after the average came back. Who was `left_out` as a bad client is no participant.
@@ -82,6 +94,7 @@ class Round(NamedTuple):
     common: Tensor  # (seeds, shared) the servers' answers
     seconds: float
     left_out: Mapping[int, str] = MappingProxyType({})  # with the reason
+    after: After = After()
 
     def kept(self) -> Round:
         """This round with states of its own."""
@@ -159,28 +172,29 @@ def train(
     on_step: OnStep = ignore,
     graphs: bool = True,
     judges: Callable[[Sequence[int]], Judge] | None = None,
-    ledger: UpdateLedger | None = None,
+    after: After | None = None,
 ) -> Iterator[Round]:
     """The rounds of a run, one by one. This loop exists once.
 
     `state` and `source` are those of all learners: the clients of the first of the schedule's seeds, then of the next.
     On a CUDA device the local step is recorded as a CUDA graph and replayed, unless `graphs` is off. `judges` gives
-    some learners' judge, where there are validation rows. Bad clients are told by the `ledger`, which remembers the
-    learners' updates.
+    some learners' judge, where there are validation rows. `after` a round that was done before, the run goes on with
+    the next: `state` is what was served then.
     """
     learners, seeds = len(source.names), schedule.seeds
     if learners == 0 or min(source.sizes) == 0:
         raise UserError("a run needs at least one client, and every client at least one training row")
     clients = learners // len(seeds)
     per_pass = schedule.clients_per_pass or learners
-    ledger = ledger or UpdateLedger(learners, clients)
+    after = after or After()
+    ledger = UpdateLedger(learners, clients, compare=schedule.compare_updates, largest=after.largest)
     first = state
     home = torch.device(device if per_pass >= learners else "cpu")  # waiting clients stay off the device
     state = over_tensors(lambda t: t.to(home, copy=True), state)
     served = state
     stepper = make_stepper(F, device, graphs=graphs)
-    steps_done = [0] * learners
-    for number in range(1, schedule.rounds + 1):
+    steps_done = list(after.steps_done) or [0] * learners
+    for number in range(after.number + 1, schedule.rounds + 1):
         started = time.perf_counter()
         over_tensors(lambda own, new: own if own is new else own.copy_(new), state, served)
         federations = [
@@ -231,8 +245,9 @@ def train(
             served = over_tensors(torch.clone, state)
             put(served, chosen, stays)
         served = method.receive(served, to_learners(common, clients))
-        seconds = time.perf_counter() - started
-        yield Round(number, chosen, stats, state, served, common, seconds, dict(sorted(bad.items())))
+        after = After(number, tuple(steps_done), tuple(ledger.largest))
+        left_out, seconds = dict(sorted(bad.items())), time.perf_counter() - started
+        yield Round(number, chosen, stats, state, served, common, seconds, left_out, after)
 
 
 def averages(

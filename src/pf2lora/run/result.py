@@ -16,10 +16,7 @@ from pf2lora.tasks.settings import Metric
 FORMAT = 3
 FILE = "result.json"
 Point = Literal["served", "before_averaging", "deploy"]
-ROUND_POINTS: tuple[Point, ...] = (
-    "served",
-    "before_averaging",
-)  # the two moments of a round that are measured
+ROUND_POINTS: tuple[Point, ...] = ("served", "before_averaging")  # the moments of a round that are measured
 POINTS: tuple[Point, ...] = (*ROUND_POINTS, "deploy")  # and what a client takes in the end
 
 Numbers = list[float | None]
@@ -122,8 +119,9 @@ class SeedRun:
 
     def at(self, point: Point) -> dict[str, OverClients] | None:
         """The final scores at a point of the round, or of what clients deploy."""
-        scores: dict[str, OverClients] | None = getattr(self, point)
-        return scores
+        return {"served": self.served, "before_averaging": self.before_averaging, "deploy": self.deploy}[
+            point
+        ]
 
     @property
     def deployed_loss(self) -> float | None:
@@ -239,15 +237,10 @@ class Result:
             found = self.estimate(name, point, self.metric)
             row[point] = found.mean if found else None
         worst = self.estimate(name, self.point, self.metric, "worst")
-        return (
-            row
-            | {
-                "worst client": worst.mean if worst else None,
-                "bytes per round": runs[0].bytes_per_round.total if runs else None,
-                "seconds": sum(run.seconds for run in runs),
-            }
-            | ({"failed": self.methods[name].failed} if self.failed else {})
-        )
+        row["worst client"] = worst.mean if worst else None
+        row["bytes per round"] = runs[0].bytes_per_round.total if runs else None
+        row["seconds"] = sum(run.seconds for run in runs)
+        return row | ({"failed": self.failed.get(name, "")} if self.failed else {})
 
     def _repr_html_(self) -> str:
         """For notebooks."""
