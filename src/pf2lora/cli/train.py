@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from pf2lora.cli.options import configured, read_config
 from pf2lora.errors import UserError
 from pf2lora.methods import SETS
 from pf2lora.run.config import Config, to_commented_toml
+
+if TYPE_CHECKING:
+    from pf2lora.run.result import Result
 
 Out = Annotated[Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday")]
 OutIfGiven = Annotated[
@@ -112,13 +115,25 @@ def execute(
     elif result := ended(config, out, force=force):
         show_note(f"the run in {str(out)!r} has ended; nothing is left to do")
         show_result(result, out)
+        end(result)
         return
     try:
         workload = prepare(config)
         show_clients(workload)
         result = api.run(config, out, force=force, resume=resume, on_note=show_note, workload=workload)
+    except api.AllFailed as error:
+        result = error.result
     except KeyboardInterrupt as stop:
         said = stop if isinstance(stop, Interrupted) else Interrupted("stopped before the training began")
         typer.echo(f"pf2lora: {said}", err=True)
         raise typer.Exit(said.code) from None
     show_result(result, out)
+    end(result)
+
+
+def end(result: Result) -> None:
+    """Where a method failed, a line for each on standard error and exit code 2."""
+    for name, why in result.failed.items():
+        typer.echo(f"pf2lora: {result.methods[name].label} failed: {why}", err=True)
+    if result.failed:
+        raise typer.Exit(2)
