@@ -71,7 +71,10 @@ def files(
         tensors = {str(i): t.index_select(0, rows) for i, t in enumerate(tensors_of(state))}
         if common is not None and torch.equal(tensors["0"], common):
             del tensors["0"]
-        about: dict[str, Any] = {"steps_done": [done.after.steps_done[i] for i in rows.tolist()]}
+        about: dict[str, Any] = {
+            "steps_done": [done.after.steps_done[i] for i in rows.tolist()],
+            "largest": [done.after.largest[i] for i in rows.tolist()],
+        }
         if watched.moving is not None:
             about["still"] = [watched.moving.still[i] for i in rows.tolist()]
         if not trial.method.pooled and deployment is not None:
@@ -135,14 +138,14 @@ def restore(snapshot: Snapshot, trial: Trial, watched: Watched) -> tuple[State, 
 def restored(snapshot: Snapshot, said: dict[str, Any], trial: Trial, watched: Watched) -> tuple[State, After]:
     shared, _ = unpacked(snapshot.read(SHARED))
     state = over_tensors(torch.empty_like, trial.state)
-    steps_done = [0] * len(state.x)
+    steps_done, largest = [0] * len(state.x), [0.0] * len(state.x)
     best: list[tuple[list[int], dict[str, Tensor], Any]] = []
     for _, path, rows in learners(trial):
         tensors, about = unpacked(snapshot.read(path))
         for i, whole in enumerate(tensors_of(state)):
             fill(whole, rows, shared["common"] if i == 0 and "0" not in tensors else tensors[str(i)])
-        for i, steps in zip(rows.tolist(), about["steps_done"], strict=True):
-            steps_done[i] = int(steps)
+        for i, steps, update in zip(rows.tolist(), about["steps_done"], about["largest"], strict=True):
+            steps_done[i], largest[i] = int(steps), float(update)
         if watched.moving is not None:
             for i, still in zip(rows.tolist(), about["still"], strict=True):
                 watched.moving.still[i] = bool(still)
@@ -164,7 +167,7 @@ def restored(snapshot: Snapshot, said: dict[str, Any], trial: Trial, watched: Wa
     servers = tuple(trial.method.first_server(state.x[:0, 0]) for _ in trial.seeds)
     for i, kept in enumerate(tensors_of(servers)):
         fill(kept, torch.arange(len(kept)), shared[f"server.{i}"])
-    return state, After(int(said["round"]), tuple(steps_done), servers)
+    return state, After(int(said["round"]), tuple(steps_done), tuple(largest), servers)
 
 
 def restore_watched(snapshot: Snapshot, said: dict[str, Any], trial: Trial, watched: Watched) -> None:
