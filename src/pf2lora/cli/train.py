@@ -70,6 +70,7 @@ def execute(config: Config, out: Path, force: bool, print_config: bool, resume: 
         typer.echo(to_commented_toml(config), nl=False)
         return
     from pf2lora.cli.show import quiet_libraries, show_clients, show_note, show_result
+    from pf2lora.folder_lock import check_unused
     from pf2lora.run import api
     from pf2lora.run.comparison import prepare
     from pf2lora.run.folder import check_free
@@ -78,6 +79,7 @@ def execute(config: Config, out: Path, force: bool, print_config: bool, resume: 
 
     quiet_libraries()
     # Before the model is loaded: a mistaken --out should not cost a minute.
+    check_unused(out)
     if not resume:
         check_free(out, force=force)
     elif result := ended(config, out, force=force):
