@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from little_world import (
-    FAST,
     LEARNING,
     World,
     command_line,
@@ -20,7 +19,6 @@ from little_world import (
     write_jsonl,
 )
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import pf2lora
@@ -342,46 +340,3 @@ def test_an_unknown_label_in_evaluate_names_the_line(run: Path, tmp_path: Path) 
     file = write_csv(tmp_path / "rows.csv", [*sentences(5, 1), {"text": "a", "label": "other"}])
     with pytest.raises(UserError, match=r"rows.csv, line 7: the label 'other' is unseen in training"):
         read_rows(read_config(run).task, file, ["neg", "pos"])
-
-
-# --- the base model, wherever it is ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """A run that was made with a relative path to its model."""
-    world = make_world(tmp_path / "world")
-    monkeypatch.chdir(world.root)
-    pf2lora.federate(**world.settings(**FAST | {"rounds": 1}, out=world.root / "run") | {"model": "model"})
-    monkeypatch.chdir(tmp_path)
-    return world
-
-
-def test_a_run_is_used_from_another_folder(elsewhere: World, monkeypatch: Any, capsys: Any) -> None:
-    args = ("predict", elsewhere.root / "run", "--client", "north", "the film was superb")
-    code, out, err = command_line(monkeypatch, capsys, *args)
-    assert code == 0 and err == "" and out.endswith("the film was superb\n")
-    assert read_config(elsewhere.root / "run").model.name == str((elsewhere.root / "model").resolve())
-
-
-def test_a_model_that_moved_is_named(elsewhere: World, monkeypatch: Any, capsys: Any) -> None:
-    args = ("predict", elsewhere.root / "run", "--client", "north", "the film was superb")
-    before = command_line(monkeypatch, capsys, *args)[1]
-    (elsewhere.root / "model").rename(elsewhere.root / "moved")
-    code, _, err = command_line(monkeypatch, capsys, *args)
-    assert code == 2 and "where none is now; --model names its place" in err
-    code, out, err = command_line(monkeypatch, capsys, *args, "--model", elsewhere.root / "moved")
-    assert (code, out, err) == (0, before, "")
-
-
-def test_other_weights_are_noticed(elsewhere: World, monkeypatch: Any, capsys: Any) -> None:
-    file = elsewhere.root / "model" / "model.safetensors"
-    tensors = load_file(file)
-    name = next(n for n in tensors if n.endswith("query.weight"))
-    tensors[name][0, 0] += 1e-3
-    save_file(tensors, file, metadata={"format": "pt"})
-    args = ("predict", elsewhere.root / "run", "--client", "north", "the film was superb")
-    code, _, err = command_line(monkeypatch, capsys, *args)
-    assert code == 2 and "has other weights than the run was trained on" in err
-    code, _, err = command_line(monkeypatch, capsys, *args, "--model", elsewhere.root / "model")
-    assert code == 0 and "has other weights than the run was trained on" in err
