@@ -49,8 +49,7 @@ def clipped(updates: Tensor, clip: float) -> Tensor:
 
 
 def standard_normal(count: int, seed: int | None, *names: object) -> Tensor:
-    """`count` independent N(0, 1) in float64: from the operating system's cryptographic generator, or a seed's stream.
-    """
+    """`count` independent N(0, 1) in float64: of the operating system's cryptographic generator, or a seed's stream."""
     if seed is None:
         bits = np.frombuffer(os.urandom(8 * count), dtype=np.uint64) >> np.uint64(12)
         uniform = torch.from_numpy((bits.astype(np.float64) + 0.5) / 2**52)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from pf2lora.core.method import Judge, Loss, Method, State, StepStats, moved, over_tensors, put, take
+from pf2lora.core.privacy import Mechanism
 from pf2lora.core.randomness import participants
 from pf2lora.engines.batches import BatchSource
+from pf2lora.engines.private import common_start, private_mean
 from pf2lora.engines.stepper import PlainStepper, Stepper, make_stepper
 from pf2lora.errors import UserError
 
@@ -27,7 +29,8 @@ class Schedule:
 
     `participation` is the seeded fraction of clients per round, `weighting` averages "uniform" or by "size" of the
     training data, `clients_per_pass` bounds memory and changes no number. A run with several `seeds` is as many
-    federations of the same clients side by side, which share passes and nothing else.
+    federations of the same clients side by side, which share passes and nothing else. `privacy` puts noise on their
+    averages.
     """
 
     rounds: int
@@ -36,6 +39,7 @@ class Schedule:
     weighting: str = "uniform"
     clients_per_pass: int | None = None
     seeds: tuple[int, ...] = (0,)
+    privacy: Mechanism | None = None
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps"):

@@ -42,6 +42,7 @@ class HetLoRA(Method):
 
     name: ClassVar[str] = "hetlora"
     label: ClassVar[str] = "HETLoRA"
+    not_private: ClassVar[str] = "the ranks that its clients send follow from their data"
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "ranks"})
     run_defaults: ClassVar[Mapping[str, str]] = {
         "r_min": "the run's rank",

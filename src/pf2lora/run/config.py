@@ -1,8 +1,8 @@
 """What a run is: every setting with its default, from flags, a TOML file or Python, checked in one place.
 
-A config has a table for each part of a run: `[model] [adapter] [training] [privacy] [task] [data] [output]`, and `[methods.NAME]`
-for what differs for one method. On the command line and in Python the same settings have no tables: `batch_size` of
-`[training]` is `--batch-size`, `name` of `[model]` is `--model`.
+A config has a table for each part of a run: `[model] [adapter] [training] [privacy] [task] [data] [output]`, and
+`[methods.NAME]` for what differs for one method. On the command line and in Python the same settings have no tables:
+`batch_size` of `[training]` is `--batch-size`, `name` of `[model]` is `--model`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a private run is: the settings `[privacy]`, and the ε that its rounds cost, by Google's dp-accounting."""
+"""What a private run is: the settings `[privacy]`, what they rule out, and the ε that its rounds cost, by Google's
+dp-accounting."""
 
 from __future__ import annotations
 
@@ -6,10 +7,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pf2lora.errors import UserError, missing_extra
 from pf2lora.settings import require_positive, setting
+
+if TYPE_CHECKING:
+    from pf2lora.core.method import Method
+    from pf2lora.core.privacy import Mechanism
+    from pf2lora.run.config import Config
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,94 @@ class PrivacySettings:
     def on(self) -> bool:
         """Whether a run is private."""
         return self.dp_epsilon is not None or self.dp_noise is not None
+
+
+@dataclass(frozen=True)
+class PrivacySpent:
+    """What a run's common adapters, of all rounds together, cost every client. `epsilon` is None where the noise was
+    drawn from a seed; `rounds` are those of the client that took part most often, of which the ε is."""
+
+    epsilon: float | None
+    delta: float
+    noise: float
+    clip: float
+    rounds: int
+
+    def sentence(self) -> str:
+        """The same in words."""
+        how = f"{self.rounds} round{'s' if self.rounds != 1 else ''}, noise {self.noise:.4g} × clip {self.clip:g}"
+        if self.epsilon is None:
+            return f"no ε: the noise was drawn from a seed ({how})"
+        return f"ε = {self.epsilon:.3g} at δ = {self.delta:g} for each client ({how})"
+
+
+# --- a run -------------------------------------------------------------------------------------------------
+
+
+def check(config: Config, kind: type[Method], clients: int) -> None:
+    """Refuse what would let something of a client out beside the noise."""
+    training, privacy = config.training, config.privacy
+    if not privacy.on:
+        return
+    dp_accounting()  # before the training, not after it
+    if kind.pooled:
+        raise UserError(
+            f"{kind.name} pools everybody's data: differential privacy of clients is not offered for it"
+        )
+    if kind.not_private:
+        raise UserError(f"{kind.name} has no differential privacy: {kind.not_private}")
+    if training.weighting != "uniform":
+        raise UserError(
+            f"weighting is {training.weighting!r}: with differential privacy it must be 'uniform', as how many rows "
+            "a client has would show"
+        )
+    if training.patience is not None:
+        raise UserError(
+            f"patience is {training.patience}: with differential privacy the number of rounds is fixed, as when a run "
+            "stops would tell of validation rows"
+        )
+    if privacy.dp_delta >= 1 / clients:
+        raise UserError(
+            f"dp_delta is {privacy.dp_delta:g}: with {clients} clients it must be below {1 / clients:g}, or one could "
+            "be given away whole"
+        )
+
+
+def mechanism(
+    config: Config, kind: type[Method], clients: int, seeds: Sequence[int], rounds: int | None = None
+) -> Mechanism | None:
+    """How `rounds` (default: the run's) of each of the seeds are protected; None where they are not, or where nothing
+    leaves a client."""
+    from pf2lora.core.privacy import Mechanism
+
+    check(config, kind, clients)
+    privacy = config.privacy
+    if not privacy.on or not kind.federated:
+        return None
+    noise, rounds = privacy.dp_noise, rounds or config.training.rounds
+    if noise is None:
+        times = max(releases(participants_of(config, clients, seed, rounds)) for seed in seeds)
+        noise = noise_multiplier(float(privacy.dp_epsilon or 0), privacy.dp_delta, times)
+    return Mechanism(privacy.dp_clip, noise, privacy.dp_noise_seed)
+
+
+def spent(config: Config, how: Mechanism | None, clients: int, seed: int, rounds: int) -> PrivacySpent | None:
+    """What the first `rounds` rounds with a seed cost."""
+    if how is None:
+        return None
+    times, delta = releases(participants_of(config, clients, seed, rounds)), config.privacy.dp_delta
+    eps = None if how.seed is not None else epsilon(how.noise, delta, times)
+    return PrivacySpent(eps, delta, how.noise, how.clip, times)
+
+
+def participants_of(config: Config, clients: int, seed: int, rounds: int) -> list[list[int]]:
+    """Who takes part in each of the first `rounds` rounds."""
+    from pf2lora.core.randomness import participants
+
+    return [participants(seed, n, clients, config.training.participation) for n in range(1, rounds + 1)]
+
+
+# --- ε -----------------------------------------------------------------------------------------------------
 
 
 def releases(rounds: Iterable[Sequence[int]]) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pf2lora.errors import UserError, unknown
 from pf2lora.run.decode import decode
 from pf2lora.run.estimates import Estimate, estimate
+from pf2lora.run.privacy import PrivacySpent
 from pf2lora.tasks.settings import Metric
 
 FORMAT = 3
@@ -118,6 +119,7 @@ class SeedRun:
     evaluation_seconds: float | None
     peak_memory_bytes: int | None
     warnings: list[str] = field(default_factory=list)
+    privacy: PrivacySpent | None = None  # what the common adapter costs each client, where that is bounded
 
     def at(self, point: Point) -> dict[str, OverClients] | None:
         """The final scores at a point of the round, or of what clients deploy."""

@@ -16,6 +16,7 @@ from pf2lora.core.randomness import participants
 from pf2lora.engines.batches import Encoded, EncodedSource
 from pf2lora.engines.local import Schedule
 from pf2lora.methods import METHODS
+from pf2lora.run import privacy
 from pf2lora.run.config import Config
 from pf2lora.run.workload import Workload
 from pf2lora.settings import checked
@@ -69,7 +70,8 @@ def set_up(
             validated=workload.validation is not None,
         )
         method = kind.set_up(run, method_settings(config, name))
-        schedule = schedule_of(config, *seeds)
+        private = privacy.mechanism(config, kind, clients, seeds)
+        schedule = replace(schedule_of(config, *seeds), privacy=private)
         rows = workload.train.pooled() if kind.pooled else workload.train
         learners = len(participants(seeds[0], 1, len(workload.clients), schedule.participation))
         size = method.batch_size(config.training.batch_size, learners)

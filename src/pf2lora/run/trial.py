@@ -13,7 +13,7 @@ from torch import Tensor
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.ranks import client_share, learned_ranks
 from pf2lora.engines.local import Round, Step, train
-from pf2lora.run import costs
+from pf2lora.run import costs, privacy
 from pf2lora.run.deploy import PERSONAL, SERVED, Deployment, candidates
 from pf2lora.run.evaluation import (
     Measured,
@@ -293,6 +293,9 @@ def seed_run(
                 client_lr=has_a_rate(method, trial.model.spec.client_rank),
             ),
         ],
+        privacy=privacy.spent(
+            *(workload.config, trial.schedule.privacy, learners, trial.seeds[s], watched.rounds[s][-1].round)
+        ),
     )
 
 
