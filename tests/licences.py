@@ -24,8 +24,8 @@ HEAD = """# Licences of what comes along
 
 Made by `make licences` from the metadata of the installed packages; do not edit. pf2lora itself is Apache-2.0. Each
 package is listed once, where it is first needed: by pf2lora itself, or by an extra (`pip install 'pf2lora[extra]'`).
-Versions are those that CI uses (`constraints.txt`); a package without one is not pinned there. On Linux, PyPI's torch also brings NVIDIA's CUDA
-libraries, under NVIDIA's licence; the CPU build that CI uses does not.
+Versions are those that CI uses (`constraints.txt`); a package without one is not pinned there. On Linux, PyPI's torch
+also brings NVIDIA's CUDA libraries, under NVIDIA's licence; the CPU build that CI uses does not.
 """
 LONGEST = 60  # some packages give their whole licence as its name
 

@@ -213,6 +213,7 @@ def train(
             for s, seed in enumerate(seeds)
         ]
         chosen = [i for federation in federations for i in federation]
+        starts = [common_start(method, take(state, f)) for f in federations] if schedule.privacy else []
         collected, order = [], list[int]()
         for variants_for_round, together in passes(method, state, chosen, per_pass):
             part = moved(take(state, together), device)
@@ -237,7 +238,19 @@ def train(
         check_finite(stats.loss, [source.names[i] for i in chosen], number)
         leaving = take(state, chosen)
         stays, sent = method.send(leaving)
-        common = averages(method, sent, federations, source.sizes, schedule.weighting)
+        if schedule.privacy and method.federated:
+            rows = torch.split(sent, [len(f) for f in federations])
+            common = torch.stack(
+                [
+                    method.merge(
+                        private_mean(schedule.privacy, own, start, len(own), seed, number),
+                        torch.ones(1, device=sent.device),
+                    )
+                    for own, start, seed in zip(rows, starts, seeds)
+                ]
+            )
+        else:
+            common = averages(method, sent, federations, source.sizes, schedule.weighting)
         served = state
         if stays is not leaving:  # what a method prunes as it sends is not part of `before`
             served = over_tensors(torch.clone, state)
