@@ -288,6 +288,10 @@ def test_the_command_keeps_files_that_are_not_its_own(tmp_path: Path) -> None:
         report([run], foreign)
     with pytest.raises(UserError, match="a folder"):
         report([run], tmp_path)
+    (run / "report.html").write_text("mine")
+    with pytest.raises(UserError, match="not a report of pf2lora"):
+        report([run])
+    assert (run / "report.html").read_text() == "mine"
     assert foreign.read_text() == "mine"
 
 

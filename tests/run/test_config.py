@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 import typing
 from pathlib import Path
@@ -17,6 +18,7 @@ from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import api
 from pf2lora.run.config import (
+    NAMED,
     TABLES,
     Config,
     from_dict,
@@ -83,6 +85,7 @@ OTHERS: dict[str, Any] = {  # a value other than the default for every setting
     "partition_column": "topic",
     "groups": ("a=1,2", "b=3"),
     "limit": 9,
+    "test_limit": 8,
 }
 FLAGS_OF_THE_ISSUE = (
     *("model", "method", "rounds", "steps", "batch_size", "rank", "client_rank", "lr", "client_lr"),
@@ -158,6 +161,13 @@ def test_toml_holds_everything(tmp_path: Path) -> None:
         (tmp_path / "run.toml").write_text(to_toml(config))
         assert from_toml(tmp_path / "run.toml") == config
         assert from_dict(to_dict(config)) == config
+
+
+def test_the_printed_config_names_every_setting(monkeypatch: Any, capsys: Any) -> None:
+    code, out, _ = command_line(monkeypatch, capsys, "train", "--print-config")
+    assert code == 0
+    for name in setting_names():
+        assert re.search(rf"^(# )?{'name' if name in NAMED else name} =", out, re.M), name
 
 
 def printed(monkeypatch: Any, capsys: Any, *args: object) -> Config:

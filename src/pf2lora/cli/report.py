@@ -35,9 +35,8 @@ def _target(runs: list[Path], out: Path | None) -> Path:
     """Where to write. A file that is not a report of ours is never replaced."""
     from pf2lora.report import GENERATOR
 
-    if out is None and len(runs) == 1:
-        return (runs[0] if runs[0].is_dir() else runs[0].parent) / FILE
-    target = out or Path(FILE)
+    one = runs[0] if runs[0].is_dir() else runs[0].parent
+    target = out or (one / FILE if len(runs) == 1 else Path(FILE))
     if target.is_dir():
         raise UserError(f"{target}: a folder; --out names the file to write, such as {target / FILE}")
     if target.exists() and GENERATOR not in target.read_text(encoding="utf-8", errors="replace")[:2000]:

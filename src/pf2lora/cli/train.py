@@ -11,7 +11,7 @@ import typer
 from pf2lora.cli.options import configured, read_config
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
-from pf2lora.run.config import Config, to_toml
+from pf2lora.run.config import Config, to_commented_toml
 
 Out = Annotated[Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday")]
 OutIfGiven = Annotated[
@@ -61,7 +61,7 @@ def execute(config: Config, out: Path, force: bool, print_config: bool) -> None:
     """Run a config and show what came out."""
     config = replace(config, output=replace(config.output, out=str(out)))
     if print_config:
-        typer.echo(to_toml(config), nl=False)
+        typer.echo(to_commented_toml(config), nl=False)
         return
     from pf2lora.cli.show import quiet_libraries, show_clients, show_note, show_result
     from pf2lora.run import api

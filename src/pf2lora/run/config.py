@@ -277,3 +277,16 @@ def to_toml(config: Config) -> str:
     import tomli_w
 
     return tomli_w.dumps(to_dict(config))
+
+
+def to_commented_toml(config: Config) -> str:
+    """The whole config as TOML for people: settings that are left open stand in it too, as comments with their help."""
+    import tomli_w
+
+    parts = []
+    for table, values in to_dict(config).items():
+        known = settings_of(TABLES.get(table, type(config.task))) if table != "methods" else {}
+        left_open = {name: field.metadata["help"] for name, field in known.items() if name not in values}
+        lines = [f"# {name} =  # {text}\n" for name, text in left_open.items()]
+        parts.append(tomli_w.dumps({table: values}) + "".join(lines))
+    return "\n".join(parts)
