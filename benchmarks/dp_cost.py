@@ -46,7 +46,7 @@ def run(
     method: str, clients: int, epsilon: float, model: str, files: list[str], seeds: int
 ) -> dict[str, Any]:
     """One line: the accuracy with each seed, and what it cost."""
-    private = {} if math.isinf(epsilon) else {"dp_epsilon": epsilon, "dp_clip": CLIP}
+    private: dict[str, Any] = {} if math.isinf(epsilon) else {"dp_epsilon": epsilon, "dp_clip": CLIP}
     started = time.perf_counter()
     result = pf2lora.federate(model=model, clients=files, method=method, seeds=seeds, **SETTINGS, **private)
     runs = result.methods[method].runs

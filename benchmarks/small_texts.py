@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 OPINIONS, FILLING, OPINED, AGREEING = 40, 60, 3, 0.9
-"""Words of opinion for each label, filling words, words of opinion in a sentence, the share that agrees with its label."""
+"""Words of opinion for each label, filling words, words of opinion in a sentence, the share that agrees with it."""
 
 
 def sentence(random: np.random.Generator) -> dict[str, str]:

@@ -109,8 +109,7 @@ def test_the_denominator_is_of_those_who_were_to_take_part(world: World) -> None
 
 
 def test_real_noise_differs_from_run_to_run(world: World) -> None:
-    settings = {"dp_noise": 1.5, "dp_clip": 0.05}
-    one, two = (commons(trial_of(world, **settings)) for _ in range(2))
+    one, two = (commons(trial_of(world, dp_noise=1.5, dp_clip=0.05)) for _ in range(2))
     assert not torch.equal(one[0], two[0])
 
 
@@ -133,7 +132,7 @@ def test_epsilon_is_in_result_table_and_report(
     assert code == 0
     (seed,) = load_result(run).methods["pf2lora"].runs
     assert seed.privacy is not None and (seed.privacy.rounds, seed.privacy.clip) == (2, 0.1)
-    assert seed.privacy.epsilon == pytest.approx(4, rel=1e-6) and seed.privacy.epsilon <= 4
+    assert 4 * (1 - 1e-6) <= (seed.privacy.epsilon or 0) <= 4
     assert seed.privacy.noise == pytest.approx(noise_multiplier(4, 1e-4, 2))
     said = "ε = 4 at δ = 0.0001 for each client (2 rounds, noise"
     assert said in " ".join(out.split())

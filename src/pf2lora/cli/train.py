@@ -10,7 +10,7 @@ import typer
 
 from pf2lora.cli.options import configured, read_config
 from pf2lora.errors import UserError
-from pf2lora.methods import METHODS
+from pf2lora.methods import SETS
 from pf2lora.run.config import Config, to_commented_toml
 
 Out = Annotated[Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday")]
@@ -50,10 +50,10 @@ def compare(
     force: Force = False,
     print_config: PrintConfig = False,
 ) -> None:
-    """Train several methods on the same clients and seeds, and compare them."""
+    """Train several methods (by default those of the paper) on the same clients and seeds, and compare them."""
     config = read_config(settings, file)
     if "method" not in settings and config.training.method == Config().training.method:
-        config = replace(config, training=replace(config.training, method=tuple(METHODS.own)))
+        config = replace(config, training=replace(config.training, method=SETS["paper"]))
     execute(config, out or Path(config.output.out or "runs/compare"), force, print_config)
 
 

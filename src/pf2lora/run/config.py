@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.data.settings import DataSettings
 from pf2lora.errors import UserError, unknown
-from pf2lora.methods import METHODS
+from pf2lora.methods import METHODS, SET_NAMES, resolved
 from pf2lora.run.privacy import PrivacySettings
 from pf2lora.settings import (
     from_table,
@@ -57,7 +57,10 @@ class TrainingSettings:
     """Which methods, how long, and the parameters that they share; one of a method's own is in `[methods.NAME]`."""
 
     method: tuple[str, ...] = setting(
-        ("pf2lora",), f"one or more of {', '.join(METHODS)}, or package.module:Class", everyday=True
+        ("pf2lora",),
+        f"one or more methods ('pf2lora methods' lists them), sets of them ({', '.join(SET_NAMES)}), or "
+        f"package.module:Class",
+        everyday=True,
     )
     rounds: int = setting(20, "communication rounds", everyday=True)
     steps: int = setting(10, "local steps per round", everyday=True)
@@ -88,13 +91,14 @@ class TrainingSettings:
     seeds: int = setting(1, "number of seeds, from --seed on", everyday=True)
 
     def __post_init__(self) -> None:
+        twice = [name for name in self.method if self.method.count(name) > 1]
+        if twice:
+            raise UserError(f"the method {twice[0]!r} is named twice")
+        object.__setattr__(self, "method", resolved(self.method))
         for name in self.method:
             METHODS.check(name)
         if not self.method:
             raise UserError(f"no method is named; choose from {', '.join(METHODS)}")
-        twice = [name for name in self.method if self.method.count(name) > 1]
-        if twice:
-            raise UserError(f"the method {twice[0]!r} is named twice")
         require_positive(self, "rounds", "steps", "batch_size", "seeds", "evaluate_every", "lr", "patience")
         require_not_negative(self, "weight_decay", "seed")
         if self.client_lr != "auto":

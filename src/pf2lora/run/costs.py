@@ -24,7 +24,7 @@ BYTES_PER_NUMBER = 4  # x is sent as float32
 def parameters(method: Method, personal: Layout, state: State) -> Parameters:
     """Trainable parameters of a client at the start, the mean over clients."""
     trained = method.trained_numbers(state)
-    return Parameters(sum(trained) / len(trained), personal.size, method.layout.head_size)
+    return Parameters(sum(trained) / len(trained), method.own_numbers(personal), method.layout.head_size)
 
 
 def sent_bytes(method: Method, numbers: Sequence[int]) -> SentBytes:

@@ -64,8 +64,9 @@ def models_in_use(trial: Trial, state: State, number: int, *, received: bool = T
             part = moved(take(state, together), trial.workload.device)
             if resizes:
                 part = method.resize(part, judge(trial, together, trial.workload.validation), serving=True)
-            batch = trial.source.draw(together, [next_batch] * len(together))
-            found.append([t.to(common.device) for t in method.personal(trial.F, part, batch)])
+            numbers = range(next_batch, next_batch + method.personal_draws)
+            batches = (trial.source.draw(together, [n] * len(together)) for n in numbers)
+            found.append([t.to(common.device) for t in method.personal(trial.F, part, *batches)])
         common, personal = (torch.cat(parts) for parts in zip(*found))
     if method.pooled:
         count = len(trial.workload.clients)

@@ -68,6 +68,8 @@ def set_up(
             config.model.precision,
             model.personal_layout,
             validated=workload.validation is not None,
+            scaling=config.adapter.scaling,
+            client_scaling=config.adapter.client_scaling,
         )
         method = kind.set_up(run, method_settings(config, name))
         private = privacy.mechanism(config, kind, clients, seeds)
@@ -105,7 +107,9 @@ def adapter_spec(config: Config, name: str) -> AdapterSpec:
     ranks = METHODS[name].adapter_ranks(
         config.adapter.rank, config.adapter.client_rank, method_table(config, name)
     )
-    bias = config.adapter.client_bias
+    bias = METHODS[name].client_bias
+    if bias is None:
+        bias = config.adapter.client_bias
     if bias is None:
         bias = method_settings(config, name).get("client_lr") == "auto"
     bias = bias and METHODS[name].two_level

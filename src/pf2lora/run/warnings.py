@@ -34,7 +34,7 @@ class Moving:
 def has_a_rate(method: Method, client_rank: int) -> bool:
     """Whether a client's own adapter moves by a rate that the user gave: one that finds its own size may well stay
     at none."""
-    return method.two_level and not method.resizes and client_rank > 0
+    return "client_lr" in method.parameters() and not method.resizes and client_rank > 0
 
 
 def risen(losses: Sequence[float]) -> tuple[float, float] | None:
