@@ -14,7 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -58,7 +57,7 @@ def closure(asked: Iterable[Requirement]) -> dict[str, str]:
     waiting = [(requirement, "") for requirement in asked]
     while waiting:
         requirement, extra = waiting.pop()
-        if requirement.marker and not requirement.marker.evaluate({**default_environment(), "extra": extra}):
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
             continue
         name = canonicalize_name(requirement.name)
         known = name in found
