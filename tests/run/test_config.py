@@ -185,7 +185,7 @@ def test_flags_toml_and_python_say_the_same(
     (tmp_path / "run.toml").write_text(to_toml(wanted))
     by_file = printed(monkeypatch, capsys, command, tmp_path / "run.toml")
     seen: list[Config] = []
-    monkeypatch.setattr(api, "run", lambda config, out, force: seen.append(config))
+    monkeypatch.setattr(api, "run", lambda config, out, **rest: seen.append(config))
     api.federate(**OTHERS)
     assert by_flags == by_file == seen[0] == wanted
 
@@ -312,7 +312,7 @@ def test_mistakes_in_python(settings: dict[str, Any], message: str) -> None:
 
 def test_python_takes_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr(api, "run", lambda config, out, force: seen.append(config))
+    monkeypatch.setattr(api, "run", lambda config, out, **rest: seen.append(config))
     api.federate(model=Path("m"), clients=Path("a.jsonl"))
     api.federate(model="m", clients=[Path("a.jsonl"), "b.jsonl"], out=Path("o"))
     assert [c.data.clients for c in seen] == [("a.jsonl",), ("a.jsonl", "b.jsonl")]

@@ -107,7 +107,7 @@ def prepare_clients(settings: dict[str, Any]) -> list[Any]:
 
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "run", lambda config, out, force: seen.append(config))
+        patch.setattr(api, "run", lambda config, out, **rest: seen.append(config))
         api.federate(**settings)
     return prepare(seen[0]).clients
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pf2lora.cli.train import Force, Out, PrintConfig, execute
+from pf2lora.cli.train import Force, Out, PrintConfig, Resume, execute
 from pf2lora.data.embedded import minilm_folder
 from pf2lora.run.config import Config, from_settings
 from pf2lora.tasks.classification.movie_reviews import MOVIE_REVIEWS
@@ -33,6 +33,11 @@ def demo_config() -> Config:
     )
 
 
-def demo(out: Out = Path("runs/demo"), force: Force = False, print_config: PrintConfig = False) -> None:
+def demo(
+    out: Out = Path("runs/demo"),
+    force: Force = False,
+    resume: Resume = False,
+    print_config: PrintConfig = False,
+) -> None:
     """Compare the paper's methods on real text with a real encoder (embedded: needs no hub and no data)."""
-    execute(demo_config(), out, force, print_config)
+    execute(demo_config(), out, force, print_config, resume)

@@ -24,6 +24,7 @@ OutIfGiven = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder, if one was begun.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the whole config as TOML and stop.")]
 
 
@@ -33,13 +34,14 @@ def train(
     file: Path | None,
     out: OutIfGiven = None,
     force: Force = False,
+    resume: Resume = False,
     print_config: PrintConfig = False,
 ) -> None:
     """Train one method on your clients' files; write adapters, scores and a report."""
     config = read_config(settings, file)
     if len(config.training.method) > 1:
         raise UserError("train takes one method; 'pf2lora compare' takes several")
-    execute(config, out or Path(config.output.out or "runs/train"), force, print_config)
+    execute(config, out or Path(config.output.out or "runs/train"), force, print_config, resume)
 
 
 @configured
@@ -48,16 +50,17 @@ def compare(
     file: Path | None,
     out: OutIfGiven = None,
     force: Force = False,
+    resume: Resume = False,
     print_config: PrintConfig = False,
 ) -> None:
     """Train several methods (by default those of the paper) on the same clients and seeds, and compare them."""
     config = read_config(settings, file)
     if "method" not in settings and config.training.method == Config().training.method:
         config = replace(config, training=replace(config.training, method=SETS["paper"]))
-    execute(config, out or Path(config.output.out or "runs/compare"), force, print_config)
+    execute(config, out or Path(config.output.out or "runs/compare"), force, print_config, resume)
 
 
-def execute(config: Config, out: Path, force: bool, print_config: bool) -> None:
+def execute(config: Config, out: Path, force: bool, print_config: bool, resume: bool = False) -> None:
     """Run a config and show what came out."""
     config = replace(config, output=replace(config.output, out=str(out)))
     if print_config:
@@ -67,10 +70,23 @@ def execute(config: Config, out: Path, force: bool, print_config: bool) -> None:
     from pf2lora.run import api
     from pf2lora.run.comparison import prepare
     from pf2lora.run.folder import check_free
+    from pf2lora.run.interruption import Interrupted
+    from pf2lora.run.resuming import ended
 
     quiet_libraries()
-    check_free(out, force=force)  # before the model is loaded: a mistaken --out should not cost a minute
-    workload = prepare(config)
-    show_clients(workload)
-    result = api.run(config, out, force=force, on_note=show_note, workload=workload)
+    # Before the model is loaded: a mistaken --out should not cost a minute.
+    if not resume:
+        check_free(out, force=force)
+    elif result := ended(config, out, force=force):
+        show_note(f"the run in {str(out)!r} has ended; nothing is left to do")
+        show_result(result, out)
+        return
+    try:
+        workload = prepare(config)
+        show_clients(workload)
+        result = api.run(config, out, force=force, resume=resume, on_note=show_note, workload=workload)
+    except KeyboardInterrupt as stop:
+        said = stop if isinstance(stop, Interrupted) else Interrupted("stopped before the training began")
+        typer.echo(f"pf2lora: {said}", err=True)
+        raise typer.Exit(said.code) from None
     show_result(result, out)

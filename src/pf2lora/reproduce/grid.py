@@ -20,9 +20,9 @@ from pf2lora.engines.local import NonFiniteLoss
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.reproduce.preset import Grid, Run
-from pf2lora.reproduce.running import Loader, Tell, difference
+from pf2lora.reproduce.running import Loader, Tell
 from pf2lora.run.comparison import compare
-from pf2lora.run.config import Config, to_dict
+from pf2lora.run.config import Config, difference, to_dict
 from pf2lora.run.result import SeedRun
 from pf2lora.run.workload import Workload
 

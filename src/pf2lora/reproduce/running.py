@@ -17,7 +17,7 @@ from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.reproduce.preset import Run
 from pf2lora.run.comparison import Watcher, compare, prepare
-from pf2lora.run.config import Config, to_dict
+from pf2lora.run.config import Config, difference, to_dict
 from pf2lora.run.result import FILE, ExampleRecord, Result, load_result
 from pf2lora.run.workload import Workload
 
@@ -104,15 +104,6 @@ def finished(file: Path, config: Config) -> Result | None:
             f"{file} is of other settings ({other}): name another folder with --out, or replace it with --force"
         )
     return result
-
-
-def difference(then: Any, now: Any, place: str = "") -> str:
-    """The first setting in which two configs differ, with both values; nothing where they agree."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        keys = [key for key in {**then, **now} if (place, key) not in {("", "output")}]
-        inside = (difference(then.get(k), now.get(k), f"{place}.{k}" if place else k) for k in keys)
-        return next(filter(None, inside), "")
-    return "" if then == now else f"{place} was {then!r} and is {now!r}"
 
 
 def together(parts: Sequence[Result], config: Config, title: str) -> Result:

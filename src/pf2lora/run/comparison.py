@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import gc
-import os
-import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 import torch
 
-import pf2lora
 from pf2lora.core.randomness import participants
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
 from pf2lora.methods.own_size import AUTO, FIXED
 from pf2lora.run import trial as trials
+from pf2lora.run.checkpoints import Checkpoints, Finished
 from pf2lora.run.config import Config, to_dict
+from pf2lora.run.made_with import machine, versions
 from pf2lora.run.progress import track
 from pf2lora.run.result import ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
 from pf2lora.run.set_up import check_methods, method_settings, schedule_of, set_up
@@ -33,6 +31,7 @@ class Watcher:
     on_round: Callable[[str, int, RoundRecord], None] = lambda method, seed, record: None
     on_outcome: Callable[[str, int, Outcome], None] = lambda method, seed, outcome: None
     on_note: Callable[[str], None] = lambda line: None
+    on_result: Callable[[Result], None] = lambda result: None  # of the methods that have finished so far
 
 
 def prepare(config: Config) -> Workload:
@@ -63,8 +62,14 @@ def check_validation(config: Config) -> None:
             )
 
 
-def compare(config: Config, watcher: Watcher | None = None, workload: Workload | None = None) -> Result:
-    """Every method with every seed; the result as docs/result.md describes it."""
+def compare(
+    config: Config,
+    watcher: Watcher | None = None,
+    workload: Workload | None = None,
+    keeper: Checkpoints | None = None,
+) -> Result:
+    """Every method with every seed; the result as docs/result.md describes it. With a `keeper`, what was done before
+    the run was interrupted is not done again."""
     watcher = watcher or Watcher()
     workload = workload or prepare(config)
     methods: dict[str, MethodResult] = {}
@@ -74,14 +79,14 @@ def compare(config: Config, watcher: Watcher | None = None, workload: Workload |
     for asked in config.training.method:
         kind = METHODS[asked]
         methods[kind.name] = MethodResult(kind.label, [])
-        for outcome in run_seeds(workload, asked, watcher):
-            seed = outcome.record.seed
-            methods[kind.name].runs.append(outcome.record)
+        for found in run_seeds(workload, asked, watcher, keeper):
+            methods[kind.name].runs.append(found.record)
             tell_notes(workload, watcher, told)
-            if seed == config.training.seed:
-                add_examples(examples, workload, kind.name, outcome)
-            watcher.on_outcome(kind.name, seed, outcome)
-    return describe(workload, methods, list(examples.values()))
+            if found.record.seed == config.training.seed:
+                add_examples(examples, workload, kind.name, found)
+        result = describe(workload, methods, list(examples.values()))
+        watcher.on_result(result)
+    return result
 
 
 def tell_notes(workload: Workload, watcher: Watcher, told: set[str]) -> None:
@@ -104,26 +109,33 @@ def without_validation(workload: Workload) -> list[str]:
 
 
 def add_examples(
-    examples: dict[tuple[int, int], ExampleRecord], workload: Workload, method: str, outcome: Outcome
+    examples: dict[tuple[int, int], ExampleRecord], workload: Workload, method: str, found: Finished
 ) -> None:
     """A method's answers to a few rows of each client, beside those of the other methods."""
-    for k, shown in enumerate(outcome.examples):
+    for k, shown in enumerate(found.examples):
         for i, example in enumerate(shown):
             entry = ExampleRecord(workload.names[k], example.prompt, list(example.references), {})
             examples.setdefault((k, i), entry).outputs[method] = example.output
 
 
-def run_seeds(workload: Workload, asked: str, watcher: Watcher) -> Iterator[Outcome]:
+def run_seeds(
+    workload: Workload, asked: str, watcher: Watcher, keeper: Checkpoints | None = None
+) -> Iterator[Finished]:
     """One method with every seed: as further clients of the same passes, which fill an accelerator better and change no
     number. One after the other where early stopping may end them at different rounds, or where memory ends."""
-    training = workload.config.training
+    training, name = workload.config.training, METHODS[asked].name
     seeds = tuple(range(training.seed, training.seed + training.seeds))
     together = [seeds] if training.patience is None else [(seed,) for seed in seeds]
+    if keeper is not None:
+        yield from (keeper.finished[name, seed] for seed in seeds if (name, seed) in keeper.finished)
+        together = keeper.groups(name, seeds, together=training.patience is None)
     while together:
+        if keeper is not None:
+            keeper.stop_if_asked()
         gc.collect()  # what was tried before, in an error's trace too, must not take memory beside the next
         now = together.pop(0)
         try:
-            found = run_together(workload, asked, now, watcher)
+            found = run_together(workload, asked, now, watcher, keeper)
         except torch.cuda.OutOfMemoryError:
             if len(now) == 1:
                 raise
@@ -132,12 +144,22 @@ def run_seeds(workload: Workload, asked: str, watcher: Watcher) -> Iterator[Outc
             )
             together = [(seed,) for seed in now] + together
             continue
-        yield from found
+        for outcome in found:
+            watcher.on_outcome(name, outcome.record.seed, outcome)
+        if keeper is not None:
+            keeper.finish(name, found)
+        yield from (Finished(outcome.record, outcome.examples) for outcome in found)
         found[0].model.remove()
         del found
 
 
-def run_together(workload: Workload, asked: str, seeds: tuple[int, ...], watcher: Watcher) -> list[Outcome]:
+def run_together(
+    workload: Workload,
+    asked: str,
+    seeds: tuple[int, ...],
+    watcher: Watcher,
+    keeper: Checkpoints | None = None,
+) -> list[Outcome]:
     """One method with some seeds in the same passes, with its progress."""
     training = workload.config.training
     trial = set_up(workload, asked, *seeds)
@@ -154,7 +176,7 @@ def run_together(workload: Workload, asked: str, seeds: tuple[int, ...], watcher
             training.rounds * training.steps * learners, f"{method.label}{which}: client steps"
         ) as advance:
             found = trials.run(
-                trial, lambda seed, record: watcher.on_round(method.name, seed, record), advance
+                trial, lambda seed, record: watcher.on_round(method.name, seed, record), advance, keeper
             )
     except BaseException:
         trial.model.remove()
@@ -194,22 +216,3 @@ def describe(workload: Workload, methods: dict[str, MethodResult], examples: lis
         methods=methods,
         examples=examples,
     )
-
-
-def versions() -> dict[str, str]:
-    """What the numbers were made with."""
-    import transformers
-
-    return {
-        "pf2lora": pf2lora.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """Where they were made."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
-    return {"device": str(device), "name": name, "cores": os.cpu_count(), "memory_bytes": memory}

@@ -116,6 +116,16 @@ class OutputSettings:
     title: str = setting("", "title of the report")
     out: str = setting("", "the run folder to write (default: runs/ and the command's name)")
     trackers: tuple[str, ...] = setting((), "also log to tensorboard, mlflow or wandb")
+    checkpoint_every: int | None = setting(
+        None,
+        "rounds between checkpoints (default: as often as costs 2% of the time; 0: only when interrupted)",
+    )
+    keep_checkpoints: int = setting(2, "checkpoints that are kept, the last ones, while a run goes on")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "keep_checkpoints")
+        if self.checkpoint_every is not None:
+            require_not_negative(self, "checkpoint_every")
 
 
 @dataclass(frozen=True)
@@ -281,6 +291,15 @@ def to_toml(config: Config) -> str:
     import tomli_w
 
     return tomli_w.dumps(to_dict(config))
+
+
+def difference(then: Any, now: Any, place: str = "") -> str:
+    """The first setting in which two configs differ, with both values; nothing where they agree."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        keys = [key for key in {**then, **now} if (place, key) not in {("", "output")}]
+        inside = (difference(then.get(k), now.get(k), f"{place}.{k}" if place else k) for k in keys)
+        return next(filter(None, inside), "")
+    return "" if then == now else f"{place} was {then!r} and is {now!r}"
 
 
 def to_commented_toml(config: Config) -> str:

@@ -8,6 +8,8 @@
     clients/NAME/    each client's adapter (common and own in one), a PEFT folder
     state/           x and each client's own y as this package loads them again (safetensors)
 
+    checkpoints/     what an interrupted run goes on from (run/checkpoints.py); gone when it has ended
+
 A run of several methods keeps common/, clients/ and state/ of each under methods/METHOD/ (first seed).
 """
 
@@ -28,6 +30,7 @@ from pf2lora.atomic import write_bytes, write_json
 from pf2lora.core.layout import Layout
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
+from pf2lora.run import checkpoints
 from pf2lora.run.config import Config
 from pf2lora.run.result import RoundRecord
 from pf2lora.run.trial import Outcome
@@ -47,6 +50,7 @@ RUN_FILES = (
     *("config.toml", "metrics.jsonl", "result.json", "report.html", "tensorboard/events.out.tfevents.*"),
     *ADAPTER_FILES,
     *(f"methods/*/{pattern}" for pattern in ADAPTER_FILES),
+    *(f"{checkpoints.FOLDER}/{pattern}" for pattern in checkpoints.FILES),
 )
 
 

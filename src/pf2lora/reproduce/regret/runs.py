@@ -19,9 +19,10 @@ from pf2lora.reproduce.regret import records
 from pf2lora.reproduce.regret.records import Run, Runs, SeedScores, Try
 from pf2lora.reproduce.regret.tasks import EVALUATIONS, BenchmarkTask
 from pf2lora.reproduce.regret.variants import FIRST, Variant, variants
-from pf2lora.run.comparison import compare, machine, versions
+from pf2lora.run.comparison import compare
 from pf2lora.run.config import Config, from_settings, to_dict
 from pf2lora.run.evaluation import finite
+from pf2lora.run.made_with import machine, versions
 from pf2lora.run.result import POINTS, SeedRun
 from pf2lora.run.workload import Workload, load_workload
 
