@@ -38,11 +38,17 @@ class Sent:
         self.total, self.times = self.total + numbers, self.times + 1
 
 
-def sent_bytes(method: Method, sent: Sent) -> SentBytes:
-    """What a client sends in a round, the mean over rounds and clients; the head apart."""
+def sent_bytes(method: Method, sent: Sent, rounds: int) -> SentBytes:
+    """What a client sends in a round, the mean over `rounds` and clients; the head apart."""
     mean = sent.total / sent.times if sent.times else 0
-    head = sum(e.size for e in method.layout.shared_entries if e.kind == "head") if mean else 0
+    head = sent_head(method, rounds)
     return SentBytes((mean - head) * BYTES_PER_NUMBER, head * BYTES_PER_NUMBER)
+
+
+def sent_head(method: Method, rounds: int) -> float:
+    """How many numbers of the head a client sends in a round, the mean over `rounds`."""
+    leaves = (method.leaves(number).head_size for number in range(1, rounds + 1))
+    return sum(leaves) / rounds
 
 
 # --- floating-point operations -----------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Watched:
 
     def note(self, trial: Trial, done: Round) -> None:
         """How many numbers each participant sent, and whether its own adapter moved."""
-        numbers, learners = trial.method.sent_numbers(done.served), len(trial.source.clients)
+        numbers, learners = trial.method.sent_numbers(done.served, done.number), len(trial.source.clients)
         for i in done.participants:
             self.sent[i // learners].add(numbers[i])
         if self.moving is not None:
