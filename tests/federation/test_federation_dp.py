@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_federation import SITES, Small, changed, local_run, make_plan, make_small
+from small_federation import SITES, Small, changed, local_run, local_trial, make_plan, make_small
 from torch import Tensor
 
 from pf2lora.errors import UserError
@@ -18,6 +18,7 @@ from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.outcome import collect
 from pf2lora.federation.protocol.problems import problem_code
 from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.federation.protocol.site_setup import build
 from pf2lora.methods import METHODS
 from pf2lora.run.privacy import TooMuchSpent, epsilon
 
@@ -66,15 +67,10 @@ def enlarged(site: str, data: bytes) -> bytes:
 
 def test_who_does_not_answer_counts_as_zero(tmp_path: Path) -> None:
     """One of four is away: three quarters of what its sum of three would be, and the noise as before."""
-    plan = make_plan("homlora", config=PRIVATE | {"dp_noise": 1e-9, "rounds": 1})
+    quiet = PRIVATE | {"dp_noise": 1e-9, "rounds": 1}
     commons = []
     for name, there in (("all", list(SITES)), ("three", list(SITES[:3])), ("one", [SITES[3]])):
-        plan_here = (
-            plan
-            if name != "one"
-            else make_plan("homlora", config=PRIVATE | {"dp_noise": 1e-9, "rounds": 1}, quorum=0.25)
-        )
-        small = make_small(tmp_path / name, plan_here)
+        small = make_small(tmp_path / name, make_plan("homlora", config=quiet, quorum=0.25))
         small.greet()
         small.round(there)
         assert small.coordinator.common is not None
@@ -146,11 +142,10 @@ def test_a_rehearsals_result_has_epsilon_and_the_scores_that_sites_kept(tmp_path
     plan = make_plan("pf2lora", config={"dp_noise": 2.0, "dp_clip": 0.05, "rounds": 2})
     small = make_small(tmp_path, plan)
     small.run()
-    from small_federation import local_trial
-
-    workload = local_trial(tmp_path, plan).workload
+    trial = local_trial(tmp_path, plan)
+    trial.model.remove()
     states = [tmp_path / "state" / site for site in SITES]
-    result = collect(plan, workload, tmp_path / "server", tmp_path / "out", states)
+    result = collect(plan, trial.workload, tmp_path / "server", tmp_path / "out", states)
     (run,) = result.methods["pf2lora"].runs
     assert run.privacy is not None and run.privacy.epsilon == epsilon(2.0, 1e-5, 2)
     assert run.served["accuracy"].mean is not None and run.deploy is not None
@@ -169,8 +164,6 @@ def test_a_rehearsals_result_has_epsilon_and_the_scores_that_sites_kept(tmp_path
 def test_a_site_stays_out_of_what_costs_it_more_than_it_allows(
     tmp_path: Path, config: dict[str, Any], limit: float, takes_part: bool
 ) -> None:
-    from pf2lora.federation.protocol.site_setup import build
-
     small = make_small(tmp_path, make_plan("homlora", config=config))
     file = small.files[SITES[0]]
     file.write_text(f"max_epsilon = {limit}\n" + file.read_text())
