@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import save
 from small_federation import SITES, Small, make_plan, make_small
 
-from pf2lora.core.method import State
+from pf2lora.core.method import State, tensors_of
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.allow_list import AllowList, read_request
-from pf2lora.federation.protocol.checkpoints import tensors_of
 from pf2lora.federation.protocol.server import QuorumMissed
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")

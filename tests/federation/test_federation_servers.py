@@ -9,8 +9,9 @@ import torch
 from safetensors import safe_open
 from small_federation import SITES, Small, local_run, make_plan, make_small
 
+from pf2lora.core.method import tensors_of
 from pf2lora.federation.protocol import messages
-from pf2lora.federation.protocol.checkpoints import StateFolderError, restored, tensors_of
+from pf2lora.federation.protocol.checkpoints import StateFolderError, restored
 from pf2lora.methods import METHODS
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")

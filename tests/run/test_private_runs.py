@@ -108,6 +108,20 @@ def test_the_denominator_is_of_those_who_were_to_take_part(world: World) -> None
     assert float((first - start).std()) == pytest.approx(1e4 * 0.05 / 2, rel=0.1)
 
 
+def test_a_bad_client_counts_as_zero_and_nobody_is_judged_by_the_others(world: World) -> None:
+    trial = trial_of(world, method="homlora", rounds=1, **PRIVATE)
+    assert not trial.schedule.compare_updates and trial_of(world).schedule.compare_updates
+    broken = torch.tensor([1.0, math.nan, 1.0])
+    start = trial.state.x[0].clone().double()
+    (done,) = train(
+        trial.method, lambda *of: trial.F(*of) * broken, trial.state, trial.source, trial.schedule
+    )
+    assert list(done.left_out) == [1]
+    sent = done.before.x[[0, 2]].double()
+    by_hand = start + Mechanism(0.02, 1.5, seed=7).mean_update(sent - start, 3, 0, 1)
+    torch.testing.assert_close(done.common[0], by_hand.float(), rtol=0, atol=1e-6)
+
+
 def test_real_noise_differs_from_run_to_run(world: World) -> None:
     one, two = (commons(trial_of(world, dp_noise=1.5, dp_clip=0.05)) for _ in range(2))
     assert not torch.equal(one[0], two[0])

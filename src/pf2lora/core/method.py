@@ -60,6 +60,13 @@ def over_tensors(function: Callable[..., Tensor], tree: Tree, *rest: Tree) -> Tr
     return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)  # type: ignore[return-value]
 
 
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of nested tuples, in order."""
+    found: list[Tensor] = []
+    over_tensors(lambda t: found.append(t) or t, tree)  # type: ignore[func-returns-value]
+    return found
+
+
 def gradients(loss: Tensor, *inputs: Tensor, graph: bool = False) -> tuple[Tensor, ...]:
     """Each client's gradient of its own loss.
 
@@ -212,8 +219,8 @@ class Method(ABC):
         return weights.to(sent) @ sent
 
     def first_server(self, like: Tensor) -> Any:
-        """What the server keeps between rounds, before the first: (nested tuples of) tensors of the dtype and on the
-        device of `like`. Servers know no client's start, nor the base model."""
+        """What the server keeps between rounds, before the first: (nested tuples of) tensors whose shapes stay, of the
+        dtype and on the device of `like`. Servers know no client's start, nor the base model."""
         return ()
 
     def merge(self, sent: Updates, server: Any) -> tuple[Tensor, Any]:

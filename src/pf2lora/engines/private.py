@@ -21,8 +21,9 @@ def common_start(method: Method, participants: State, number: int) -> Tensor:
     return start[0].clone()
 
 
-def noisy(how: Mechanism, sent: Updates, start: Tensor, seed: int) -> Updates:
-    """What the server gets to see in place of what was sent: one row, the noisy mean."""
+def noisy(how: Mechanism, sent: Updates, start: Tensor, expected: int, seed: int) -> Updates:
+    """What the server gets to see in place of what was sent: one row, the noisy mean over `expected` participants. Who
+    was left out counts as zero."""
     updates = sent.numbers.double() - start.double()
-    row = start.double() + how.mean_update(updates, len(sent.clients), seed, sent.round)
+    row = start.double() + how.mean_update(updates, expected, seed, sent.round)
     return Updates(row.to(sent.numbers).unsqueeze(0), torch.ones_like(sent.weights[:1]), (), sent.round)

@@ -73,7 +73,9 @@ def set_up(
         )
         method = kind.set_up(run, method_settings(config, name))
         private = privacy.mechanism(config, kind, clients, seeds)
-        schedule = replace(schedule_of(config, *seeds), privacy=private)
+        # Noise protects from what a client sends, not from how others are judged by it.
+        judged = private is None
+        schedule = replace(schedule_of(config, *seeds), privacy=private, compare_updates=judged)
         rows = workload.train.pooled() if kind.pooled else workload.train
         learners = len(participants(seeds[0], 1, len(workload.clients), schedule.participation))
         size = method.batch_size(config.training.batch_size, learners)
@@ -142,7 +144,8 @@ def batch_source(
 def schedule_of(config: Config, *seeds: int) -> Schedule:
     """The rounds of a run."""
     t = config.training
-    return Schedule(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seeds)
+    most = 0 if t.strict else t.max_bad_clients
+    return Schedule(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seeds, most)
 
 
 def check_methods(workload: Workload) -> None:

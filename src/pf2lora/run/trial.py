@@ -30,7 +30,7 @@ from pf2lora.run.evaluation import (
 from pf2lora.run.result import ROUND_POINTS, Numbers, RoundRecord, SeedRun
 from pf2lora.run.set_up import Trial
 from pf2lora.run.validation import sampled_judge
-from pf2lora.run.warnings import training_warnings
+from pf2lora.run.warnings import left_out_warnings, training_warnings
 from pf2lora.run.watched import Watched
 from pf2lora.tasks.base import Example
 
@@ -163,12 +163,13 @@ def own_slice(trial: Trial, s: int) -> slice:
 
 def plain_record(trial: Trial, done: Round, s: int) -> RoundRecord:
     """What every round has: its time, shared among the seeds of the pass, and the training's figures."""
-    share = done.stats.second_order
+    share, own = done.stats.second_order, trial.source.clients
     return RoundRecord(
         round=done.number,
         seconds=done.seconds / len(trial.seeds),
         train_loss=per_client(trial, done, done.stats.loss, s),
         second_order_share=None if share is None else per_client(trial, done, share, s),
+        left_out={own[i % len(own)]: why for i, why in done.left_out.items() if i // len(own) == s},
     )
 
 
@@ -247,7 +248,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
         rounds=watched.rounds[s],
         layers=trial.model.layer_names,
         parameters=costs.parameters(method, trial.model.personal_layout, trial.state),
-        bytes_per_round=costs.sent_bytes(method, watched.sent[s], len(watched.rounds[s])),
+        bytes_per_round=costs.sent_bytes(watched.sent[s]),
         flops_per_round=None,
         seconds=sum(r.seconds for r in watched.rounds[s]),
         evaluation_seconds=watched.evaluation_seconds / len(trial.seeds),
@@ -262,6 +263,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
                 still,
                 client_lr=moving is not None,
             ),
+            *left_out_warnings(watched.rounds[s]),
         ],
         privacy=privacy.spent(
             *(workload.config, trial.schedule.privacy, learners, trial.seeds[s], watched.rounds[s][-1].round)

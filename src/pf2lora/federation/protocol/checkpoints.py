@@ -11,14 +11,14 @@ import fcntl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from pf2lora import atomic
-from pf2lora.core.method import State, Tree, over_tensors
+from pf2lora.core.method import State, Tree, over_tensors, tensors_of
 from pf2lora.errors import UserError
 
 KEPT = 3  # rounds
@@ -136,18 +136,6 @@ class CheckpointFolder:
     def path(self, kind: str, number: int) -> Path:
         """The file of round `number`."""
         return self.folder / f"{kind}-{number:06d}.safetensors"
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of nested tuples, in order."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    over_tensors(note, tree)
-    return found
 
 
 def restored(like: Tree, tensors: Sequence[Tensor], file: Path) -> Tree:

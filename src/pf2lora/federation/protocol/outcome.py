@@ -136,8 +136,8 @@ def sent_bytes(plan: Plan, session: ServerSession) -> SentBytes:
     sent = [e for number in range(1, session.done + 1) for e in method.leaves(number).entries]
     ranks = [session.ranks.get(site) for site in plan.sites]
     each = [sum(e.truncated_size(rank) for e in sent if e.kind != "head") for rank in ranks]
-    head = costs.sent_head(method, session.done)
-    return SentBytes(size * sum(each) / len(each) / session.done, size * head)
+    head = sum(e.size for e in sent if e.kind == "head")
+    return SentBytes(size * sum(each) / len(each) / session.done, size * head / session.done)
 
 
 def left_out(session: ServerSession, clients: Mapping[str, str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pf2lora.engines.local import NonFiniteLoss
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UnknownLabel
 from pf2lora.federation.protocol.checkpoints import StateFolderError
 from pf2lora.federation.protocol.messages import Malformed
@@ -28,7 +28,7 @@ def problem_code(error: Exception) -> str:
     """The code under which a site tells the server of an error."""
     if isinstance(error, StateFolderError):
         return error.code
-    codes = {NonFiniteLoss: "loss", UnknownLabel: "labels", TooMuchSpent: "privacy", Malformed: "message"}
+    codes = {Diverged: "loss", UnknownLabel: "labels", TooMuchSpent: "privacy", Malformed: "message"}
     for kind, code in codes.items():
         if isinstance(error, kind):
             return code

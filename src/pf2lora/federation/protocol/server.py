@@ -15,14 +15,14 @@ from torch import Tensor
 
 from pf2lora import atomic
 from pf2lora.core.layout import Layout
-from pf2lora.core.method import Method, Updates
+from pf2lora.core.method import Method, Updates, tensors_of
 from pf2lora.core.randomness import participants
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import private
 from pf2lora.federation.protocol.agreement import check_fits, keep_plan
 from pf2lora.federation.protocol.allow_list import AllowList
-from pf2lora.federation.protocol.checkpoints import restored, tensors_of, writing
+from pf2lora.federation.protocol.checkpoints import restored, writing
 from pf2lora.federation.protocol.messages import (
     Malformed,
     Message,

@@ -9,7 +9,8 @@ import torch
 
 from pf2lora.core.method import State
 from pf2lora.core.privacy import clipped
-from pf2lora.engines.local import NonFiniteLoss, check_finite, local_steps
+from pf2lora.engines.bad_clients import Diverged, UpdateLedger, change, check_enough
+from pf2lora.engines.local import local_steps
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.federation.protocol import private
 from pf2lora.federation.protocol.checkpoints import Checkpoint, CheckpointFolder
@@ -74,12 +75,13 @@ class SiteSession:
             answer |= self.models.served(state, saved, number - 1)
         if method.resizes and self.models.validated and number > 1:
             state = method.resize(state, sampled_judge(trial, [0]))
-        _, begun = method.send(state, number)
         (variant,) = method.variants_for_round(state, number)
+        began = state
         state, stats = local_steps(
             variant, trial.F, state, trial.source, [0], [saved.steps], self.steps, stepper=self.stepper
         )
-        check_finite(stats.loss.cpu(), [client], number)
+        bad = UpdateLedger(1, compare=False).judge([0], stats.loss, change(began, state))
+        check_enough(bad, [[0]], [client], number, 0)
         answer |= {"steps": self.steps, "loss": float(stats.loss.sum())}
         if stats.second_order is not None:
             share = float(stats.second_order.sum())
@@ -88,10 +90,11 @@ class SiteSession:
             answer["before"] = self.models.before_averaging(state, number)
         stays, leaves = method.send(state, number)
         if leaves.numel() and not bool(torch.isfinite(leaves).all()):
-            raise NonFiniteLoss(f"the common adapter of {client!r} became infinite in round {number}")
+            raise Diverged(f"the common adapter of {client!r} became infinite in round {number}")
         if self.privacy:
             answer = {"kind": "update", "round": number, "steps": self.steps}  # no figure of its rows leaves
-            leaves = clipped(leaves.double() - begun.double(), self.privacy.clip).to(leaves)
+            _, unmoved = method.send(began, number)
+            leaves = clipped(leaves.double() - unmoved.double(), self.privacy.clip).to(leaves)
         unpruned = None if stays is state else state.x
         self.latest = Checkpoint(number, saved.steps + self.steps, stays, unpruned)
         self.folder.save(self.latest)
