@@ -193,7 +193,7 @@ def measured_record(
         *(model.common_layout, model.personal_layout, served.common[own], served.personal[own]),
         *(spec.scaling, spec.client_scaling),
     )
-    shares = client_share(*adapters).tolist() if trial.method.two_level else None
+    shares = client_share(*adapters).tolist() if spec.client_rank else None
     return replace(
         record,
         validation_loss=None if losses is None else losses[own],
