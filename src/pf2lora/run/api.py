@@ -81,6 +81,7 @@ def run(
 ) -> Result:
     """Run a config; with `out`, into a run folder, line by line as it happens. Methods that fail are in the result's
     `failed`; where all do it is an error, `AllFailed`, once everything is written."""
+    config = configs.with_found_model(config)
     if out is not None:
         result = run_into(config, out, force=force, resume=resume, on_note=on_note, workload=workload)
     elif resume:

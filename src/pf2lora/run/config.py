@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -277,6 +277,14 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             merged(inside, value) if isinstance(value, Mapping) and isinstance(inside, Mapping) else value
         )
     return out
+
+
+def with_found_model(config: Config) -> Config:
+    """The model's folder by its whole path: a run is used from other folders, too."""
+    folder = Path(config.model.name)
+    if not config.model.name or not folder.is_dir():
+        return config
+    return replace(config, model=replace(config.model, name=str(folder.resolve())))
 
 
 # --- and back ----------------------------------------------------------------------------------------------
