@@ -260,10 +260,8 @@ class Result:
     def client_estimates(self, method: str, point: Point, metric: str) -> list[Estimate | None]:
         """The same, client by client."""
         tables = [(run.at(point) or {}).get(metric) for run in self.methods[method].runs]
-        return [
-            estimate(table.per_client[k] if table else None for table in tables)
-            for k in range(len(self.clients))
-        ]
+        clients = range(len(self.clients))
+        return [estimate(table.per_client[k] if table else None for table in tables) for k in clients]
 
     def _metric(self, metric: str | None) -> str:
         if metric is not None and metric not in self.metrics:
