@@ -133,6 +133,11 @@ def check_rounds(then: dict[str, Any], now: Config, reached: int, finished: Sequ
         return
     if finished:
         raise CannotGoOn(f"rounds was {before} and is {after}, and {finished[0]} has finished with {before}")
+    if before != after and now.privacy.dp_epsilon is not None:
+        raise CannotGoOn(
+            f"rounds was {before} and is {after}, and dp_epsilon's noise is that of {before} rounds: with dp_noise a "
+            "run can go on for longer, at a larger ε"
+        )
     if after <= reached:
         raise CannotGoOn(f"rounds was {before} and is {after}, and it has done {reached} already")
     lengths = (before, every[0]), (after, every[1])
