@@ -32,6 +32,9 @@ class FlexLoRA(RankPerClient):
     name: ClassVar[str] = "flexlora"
     label: ClassVar[str] = "FlexLoRA"
     summary: ClassVar[str] = "a rank per client; the server averages BA and cuts its SVD to each rank"
+    not_private: ClassVar[str] = (
+        "its server averages products of each client's factors, not what clients send"
+    )
 
     def init(self, x: Tensor, y: Tensor) -> State:
         rank = self.first_ranks(x)

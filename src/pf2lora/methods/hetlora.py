@@ -36,6 +36,7 @@ class HetLoRA(RankPerClient):
     name: ClassVar[str] = "hetlora"
     label: ClassVar[str] = "HETLoRA"
     summary: ClassVar[str] = "a rank per client, self-pruning, averages weighted by ‖BA‖"
+    not_private: ClassVar[str] = "the ranks that its clients send follow from their data"
 
     def __post_init__(self) -> None:
         super().__post_init__()
