@@ -8,7 +8,8 @@ import typing
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
-from pf2lora.errors import UserError
+from pf2lora.errors import LONGEST, UserError
+from pf2lora.parsing import LARGEST_INTEGER
 
 T = TypeVar("T")
 WORDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", dict: "an object"}
@@ -26,7 +27,8 @@ class _Place:
         self.file, self.path = file, path
 
     def inside(self, name: str | int) -> _Place:
-        joined = f"[{name}]" if isinstance(name, int) else f".{name}" if self.path else name
+        short = name if isinstance(name, int) or len(name) <= LONGEST else name[:LONGEST] + "…"
+        joined = f"[{name}]" if isinstance(name, int) else f".{short}" if self.path else str(short)
         return _Place(self.file, self.path + joined)
 
     def fail(self, right: str, value: Any) -> UserError:
@@ -70,4 +72,6 @@ class _Place:
         allowed = (int, float) if kind is float else (kind,)
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             raise self.fail(WORDS[kind], value)
+        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            raise self.fail("a number below 2^63", value)
         return value
