@@ -5,15 +5,19 @@ What the system refuses is a `CannotWrite`: one line for the user, and an OSErro
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pf2lora.errors import CannotWrite, UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @contextmanager
@@ -63,6 +67,13 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """A JSON file that people can read too, whole or not at all; numbers that are not finite are refused."""
     write_text(path, json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
+
+
+def write_figure(path: Path, figure: Figure, dpi: int) -> None:
+    """A picture of the kind that its suffix tells; the same figure gives the same file."""
+    kind, drawn = path.suffix.lower()[1:], io.BytesIO()
+    figure.savefig(drawn, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
+    write_bytes(path, drawn.getvalue())
 
 
 def append_line(path: Path, line: str) -> None:

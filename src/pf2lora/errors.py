@@ -26,7 +26,7 @@ class UnknownLabel(UserError):
 
 
 class CannotWrite(UserError, OSError):
-    """The system refused to write: a full disk, no permission. Still an OSError, with its number, for those who look."""
+    """The system refused to write: a full disk, no permission. Still an OSError, with its number."""
 
     def __init__(self, path: str | os.PathLike[str], error: Exception) -> None:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())

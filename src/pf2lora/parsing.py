@@ -29,7 +29,9 @@ DEEPEST = 64  # objects in objects; what we write and read has at most a dozen
 LARGEST_INTEGER = 2**63 - 1
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_DOTTED = re.compile(r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')){64}""")
+_DOTTED = re.compile(
+    r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')){64}"""
+)
 
 
 # --- bytes and text --------------------------------------------------------------------------------------
@@ -48,7 +50,9 @@ def read_bytes(path: Path, most: int = LARGEST, what: str = "file") -> bytes:
         with path.open("rb") as file:
             data = file.read(most + 1)
     if len(data) > most:
-        raise UserError(f"{path}: larger than {most // MIB or most / MIB:g} MiB, the most that a {what} may be")
+        raise UserError(
+            f"{path}: larger than {most // MIB or most / MIB:g} MiB, the most that a {what} may be"
+        )
     return data
 
 
@@ -65,7 +69,9 @@ def read_text(path: Path, most: int = LARGEST, what: str = "file") -> str:
 def check_text(text: str, where: str) -> str:
     """The text, if it is whole: half of a surrogate pair is no character, and no file and no tokenizer takes it."""
     if not is_whole(text):
-        raise UserError(f"{where}: a text holds half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+        raise UserError(
+            f"{where}: a text holds half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+        )
     return text
 
 
@@ -146,7 +152,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_values(value: Any) -> None:
+def _check_values(value: Any, largest: int | None = None) -> None:
     """Level by level, as what is too deep for the parser is too deep for a recursion."""
     level: Iterable[Any] = [value]
     for _ in range(DEEPEST + 1):
@@ -159,6 +165,8 @@ def _check_values(value: Any) -> None:
                 inside.extend(chain(item, item.values()))
             elif isinstance(item, list):
                 inside.extend(item)
+            elif largest and isinstance(item, int) and abs(item) > largest:
+                raise BadJSON("a number beyond 2^63")
         if not inside:
             return
         level = inside
@@ -175,7 +183,7 @@ def read_toml(path: Path, what: str = "config file") -> dict[str, Any]:
         raise UserError(f"{path}: not valid TOML: a key of more than {DEEPEST} parts")
     try:
         found = tomllib.loads(text)
-        _check_values(found)
+        _check_values(found, LARGEST_INTEGER)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
     except RecursionError:
@@ -237,7 +245,7 @@ def xml_root(data: bytes, where: str) -> ElementTree.Element:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file and the texts of its header. Never pickle: a file of any other kind is refused."""
+    """The tensors of a safetensors file and the texts of its header. A file of any other kind is refused: no pickle."""
     from safetensors import safe_open
 
     check_path(path)

@@ -14,10 +14,25 @@ import typer
 from typer.core import TyperCommand
 
 from pf2lora.data.settings import PANELS as DATA_PANELS
+from pf2lora.errors import UserError
 from pf2lora.run import config as configs
 from pf2lora.run.config import Config
 from pf2lora.settings import is_word, settings_of, types_of
 from pf2lora.tasks import TASKS
+
+
+def path_to_write(text: str) -> Path:
+    """A file or folder to write, as the user named it. An empty name, such as a shell's unset variable, would be the
+    current folder."""
+    if not text.strip():
+        raise UserError(
+            "an empty name for what is written, such as --out '': name it ('.' is the current folder)"
+        )
+    return Path(text)
+
+
+WRITTEN: dict[str, Any] = {"parser": path_to_write, "metavar": "PATH"}
+"""For every option that names what is written."""
 
 EVERYDAY, TRAINING, TASK = "Everyday", "Method and training", "Task"
 SHORTER = {"hypergradient_mode": "--hypergradient"}

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pf2lora.errors import UserError
+from pf2lora.cli.options import WRITTEN
+from pf2lora.errors import UserError, check_path, reading
 
 FILE = "report.html"
 
@@ -17,7 +18,8 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The file to write (default: RUN/report.html for one run, ./report.html for several)."
+            help="The file to write (default: RUN/report.html for one run, ./report.html for several).",
+            **WRITTEN,
         ),
     ] = None,
 ) -> None:
@@ -38,8 +40,14 @@ def _target(runs: list[Path], out: Path | None) -> Path:
     if out is None and len(runs) == 1:
         return (runs[0] if runs[0].is_dir() else runs[0].parent) / FILE
     target = out or Path(FILE)
-    if target.is_dir():
-        raise UserError(f"{target}: a folder; --out names the file to write, such as {target / FILE}")
-    if target.exists() and GENERATOR not in target.read_text(encoding="utf-8", errors="replace")[:2000]:
-        raise UserError(f"{target}: exists and is not a report of pf2lora; name another file with --out")
+    with reading(check_path(target)):
+        if target.is_dir():
+            raise UserError(f"{target}: a folder; --out names the file to write, such as {target / FILE}")
+        if target.exists():
+            with target.open(encoding="utf-8", errors="replace") as file:
+                ours = GENERATOR in file.read(2000)
+            if not ours:
+                raise UserError(
+                    f"{target}: exists and is not a report of pf2lora; name another file with --out"
+                )
     return target

@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from pf2lora.cli.options import configured, read_config
+from pf2lora.cli.options import WRITTEN, configured, read_config
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.run.config import Config, to_toml
 
-Out = Annotated[Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday")]
+Out = Annotated[
+    Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday", **WRITTEN)
+]
 OutIfGiven = Annotated[
     Path | None,
     typer.Option(
@@ -21,6 +23,7 @@ OutIfGiven = Annotated[
         help="The run folder to write [dim](default: runs/ and the command's name)[/dim]",
         rich_help_panel="Everyday",
         show_default=False,
+        **WRITTEN,
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]

@@ -13,7 +13,9 @@ from pf2lora.data.files import Record, columns_of, natural_order, read_records, 
 from pf2lora.errors import UserError, shown
 
 Row = TypeVar("Row", covariant=True)
-LONGEST_NAME = 200  # bytes; a file system takes 255, of which its file's ending and a temporary name need some
+LONGEST_NAME = (
+    200  # bytes; a file system takes 255, of which its file's ending and a temporary name need some
+)
 
 
 @dataclass(frozen=True)

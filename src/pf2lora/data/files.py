@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pf2lora.errors import UserError, check_path, listed, missing_extra, nearest, reading, shown
-from pf2lora.parsing import LARGEST, check_text, json_value, read_json, read_text
+from pf2lora.parsing import LARGEST, json_value, read_json, read_text
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,9 @@ def _read_parquet(path: Path) -> Iterator[Record]:
             for batch in file.iter_batches(PARQUET_ROWS):
                 size += batch.nbytes  # as it is when unpacked: a few bytes can stand for many rows
                 if size > LARGEST:
-                    raise UserError(f"{path}: unpacked, larger than {LARGEST >> 20} MiB, the most that a file may be")
+                    raise UserError(
+                        f"{path}: unpacked, larger than {LARGEST >> 20} MiB, the most that a file may be"
+                    )
                 for values in batch.to_pylist():
                     number += 1
                     yield Record(values, str(path), f"row {number}")

@@ -20,4 +20,5 @@ METHODS: Registry[Method] = Registry(
         "centralized": "pf2lora.methods.centralized:Centralized",
         "local": "pf2lora.methods.local:Local",
     },
+    "pf2lora.core.method:Method",
 )

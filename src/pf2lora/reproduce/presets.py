@@ -128,9 +128,9 @@ def _runs(content: Mapping[str, Any], number: int, percent: bool, where: str) ->
     setting, values = _vary(vary, where)
     for i, value in enumerate(values):
         of_value = merged(tables, _nested(setting.split("."), value))
-        shown = whole | {"label": f"{whole['label']}, {vary.get('label', setting)} = {value:g}"}
+        told = whole | {"label": f"{whole['label']}, {vary.get('label', setting)} = {value:g}"}
         picked = {q: {m: _item(v, i, len(values), where) for m, v in t.items()} for q, t in paper.items()}
-        one = {**shown, "of": whole["label"], "at": float(value)}
+        one = {**told, "of": whole["label"], "at": float(value)}
         yield _run(f"{name}-{value:g}", of_value, picked, percent, where, **one)
 
 

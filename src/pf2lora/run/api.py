@@ -8,6 +8,7 @@ from typing import Any
 
 from pf2lora.atomic import write_json, write_text
 from pf2lora.core.method import Method
+from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import comparison, folder, trackers
 from pf2lora.run import config as configs
@@ -40,6 +41,8 @@ def federate(
     `{"hetlora": {"penalty": 1e-3}}`. With `out`, the run folder with adapters and report is written there; one that
     holds another run is only replaced with `force`.
     """
+    if out is not None and not str(out).strip():
+        raise UserError("federate(): out is empty: name the run folder, or leave it out")
     files = [clients] if isinstance(clients, str | Path) else clients
     asked = [method] if isinstance(method, str | type) else method
     settings |= {

@@ -294,7 +294,7 @@ def from_json(content: Any, where: str) -> Result:
         raise UserError(
             f"{where}: format {content.get('format')!r} is unknown to this version of pf2lora (known: {FORMAT})"
         )
-    result = decode(Result, content, where)
+    result = decode(Result, content, where, "docs/result.md")
     check(result, where)
     return result
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from pf2lora import atomic
 from pf2lora.core.method import State, over_tensors
 from pf2lora.errors import UserError
+from pf2lora.parsing import read_tensors
 
 KEPT = 3  # rounds
 STATE, BEST = "round", "best"  # the two kinds of file: the state after a round, the best model up to it
@@ -100,16 +101,22 @@ class CheckpointFolder:
 
         def restored(template: Tensor) -> Tensor:
             piece = tensors.get(next(names, ""))
-            if piece is None or piece.shape != template.shape:
+            if piece is None or (piece.shape, piece.dtype) != (template.shape, template.dtype):
                 raise StateFolderError(
                     f"the state {self.path(STATE, number)} belongs to another adapter; use another state folder",
                     "state",
                 )
             return piece.to(template.device)
 
-        state, unpruned = over_tensors(restored, like), tensors.get("unpruned")
-        unpruned = None if unpruned is None else unpruned.to(like.x.device)
-        return Checkpoint(int(header["round"]), int(header["steps"]), state, unpruned)
+        state, unpruned, steps = over_tensors(restored, like), None, header.get("steps", "")
+        if "unpruned" in tensors:
+            names = iter(["unpruned"])
+            unpruned = restored(like.x)
+        if not re.fullmatch(r"[0-9]{1,15}", steps):
+            raise StateFolderError(
+                f"the state {self.path(STATE, number)} is damaged: no number of steps", "state"
+            )
+        return Checkpoint(number, int(steps), state, unpruned)
 
     # --- files by round -------------------------------------------------------------------------------------
 
@@ -126,12 +133,15 @@ class CheckpointFolder:
         """The tensors and the header of a file; a StateFolderError if it cannot be read."""
         path = self.path(kind, number)
         try:
-            with safe_open(path, "pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
+            tensors, header = read_tensors(path)
+        except UserError as error:
+            raise StateFolderError(f"the state {error}", "state") from None
+        if header.get("run") != self.run or header.get("round") != str(number):
             raise StateFolderError(
-                f"the state {path} cannot be read: {str(error).splitlines()[0]}", "state"
-            ) from None
+                f"the state {path} is not of round {number} of the run {self.run!r}; use another state folder",
+                "state",
+            )
+        return tensors, header
 
     def newest(self, kind: str, number: int) -> int | None:
         """The last round before `number` that has a file; later ones, of rounds that the server lost, are dropped."""
@@ -141,7 +151,8 @@ class CheckpointFolder:
 
     def rounds(self, kind: str = STATE) -> list[int]:
         """The rounds that have a file, oldest first."""
-        return sorted(int(p.stem.removeprefix(f"{kind}-")) for p in self.folder.glob(f"{kind}-*.safetensors"))
+        names = (re.fullmatch(rf"{kind}-([0-9]{{6,15}})", p.stem) for p in self.folder.glob("*.safetensors"))
+        return sorted(int(name[1]) for name in names if name)
 
     def path(self, kind: str, number: int) -> Path:
         """The file of round `number`."""

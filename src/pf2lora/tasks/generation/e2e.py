@@ -59,7 +59,9 @@ def _find(path: Path, file: str) -> tuple[str, str]:
             for member in archive.namelist():
                 if Path(member).name == file:
                     with archive.open(member) as content:
-                        data = content.read(LARGEST_CSV + 1)  # what is unpacked is bounded, whatever the zip says
+                        data = content.read(
+                            LARGEST_CSV + 1
+                        )  # what is unpacked is bounded, whatever the zip says
                     if len(data) > LARGEST_CSV:
                         raise UserError(f"{path}/{member}: larger than {LARGEST_CSV >> 20} MiB")
                     return f"{path}/{member}", data.decode("utf-8-sig")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pf2lora.data.files import Record, choose_column, columns_of, find_column, read_records
-from pf2lora.errors import UserError, check_path, reading, shown
-from pf2lora.parsing import BadJSON, check_text, is_whole, parse_json, read_text
+from pf2lora.errors import UserError, shown
+from pf2lora.parsing import BadJSON, parse_json, read_text
 
 PROMPT_COLUMNS = ("prompt", "input", "source", "instruction", "mr", "context")
 GROUP_COLUMNS = ("group", "category", "topic")

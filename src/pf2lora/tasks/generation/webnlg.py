@@ -87,7 +87,15 @@ def _files(path: Path, part: str) -> Iterator[tuple[str, bytes]]:
                 if member.size > LARGEST_XML:  # as unpacked: a small archive can hold a large file
                     raise UserError(f"{path}/{member.name}: larger than {LARGEST_XML >> 20} MiB")
                 yield f"{path}/{member.name}", content.read(LARGEST_XML)
-    except (tarfile.TarError, EOFError, OSError, ValueError, LookupError, zlib.error, lzma.LZMAError) as error:
+    except (
+        tarfile.TarError,
+        EOFError,
+        OSError,
+        ValueError,
+        LookupError,
+        zlib.error,
+        lzma.LZMAError,
+    ) as error:
         raise UserError(f"{path}: not a readable tar archive ({one_line(error)[:200]})") from None
 
 
