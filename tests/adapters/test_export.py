@@ -73,6 +73,7 @@ def test_a_client_is_one_lora_of_both_ranks(kind: str, tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / CLIENT).iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "config.json",
     ]
 
 

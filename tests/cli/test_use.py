@@ -10,7 +10,7 @@ import pytest
 import torch
 from little_world import LEARNING, World, command_line, make_world, opened, sentences, write_csv, write_jsonl
 from peft import PeftModel
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import pf2lora
 from pf2lora.data.loading import read_rows
@@ -70,13 +70,13 @@ def test_predict_agrees_with_evaluate(
     code, out, _ = command_line(monkeypatch, capsys, *args, "--json")
     found = json.loads(out)
     assert code == 0 and [f["text"] for f in found] == [row.text for row in rows]
-    right = sum(f["label"] == row.label for f, row in zip(found, rows)) / len(rows)
+    right = sum(f["predicted"] == row.label for f, row in zip(found, rows)) / len(rows)
     served = load_result(run).methods["pf2lora"].runs[0].served["accuracy"].per_client
     assert right == pytest.approx(served[2]) and all(0.5 <= f["probability"] <= 1 for f in found)
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(row.text for row in rows) + "\n")
     code, out, _ = command_line(monkeypatch, capsys, "predict", run, "--client", "west", "--file", texts)
-    assert [line.split("\t")[0] for line in out.splitlines()] == [f["label"] for f in found]
+    assert [line.split("\t")[0] for line in out.splitlines()] == [f["predicted"] for f in found]
 
 
 def test_a_client_and_the_common_model_differ(
@@ -108,8 +108,10 @@ def test_export(
         plain = AutoModelForSequenceClassification.from_pretrained(out)
         assert plain.config.id2label == {0: "neg", 1: "pos"}
     else:
-        base = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2)
+        config = AutoConfig.from_pretrained(out)
+        base = AutoModelForSequenceClassification.from_pretrained(name, config=config)
         plain = PeftModel.from_pretrained(base, str(out))
+        assert config.id2label == {0: "neg", 1: "pos"}
     tokens = AutoTokenizer.from_pretrained(out if merge else name)(
         ["the film was superb"], return_tensors="pt"
     )
@@ -138,7 +140,7 @@ def test_onboard_end_to_end(copy: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert code == 0 and "east is part of the run" in out
     for row in ("common adapter alone", "own adapter on it", "training alone"):
         assert row in out
-    assert len(common) == 3 and all(path.read_bytes() == before for path, before in (common | others).items())
+    assert len(common) == 4 and all(path.read_bytes() == before for path, before in (common | others).items())
     scores = json.loads((copy / "clients" / "east" / "onboarding.json").read_text())
     assert list(scores) == ["common adapter alone", "own adapter on it", "training alone"]
     own, alone = scores["own adapter on it"], scores["common adapter alone"]

@@ -13,7 +13,7 @@ import pf2lora
 
 SHARED = (
     *("common/adapter_model.safetensors", "common/adapter_config.json", "state/common.safetensors"),
-    *("state/run.json", "metrics.jsonl", "result.json", "config.toml", "report.html"),
+    *("common/config.json", "state/run.json", "metrics.jsonl", "result.json", "config.toml", "report.html"),
 )
 
 

@@ -5,6 +5,7 @@ A client's `s·BA + s̃·D_kC_k` is one LoRA of rank r + r̃: `A' = [A; C]`, `B'
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from pf2lora.core.factors import down, up
 from pf2lora.core.layout import Layout
 from pf2lora.errors import CannotWrite
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_CONFIG = (
+    "config.json"  # of the base model with the task's head: how many labels there are, and their names
+)
 
 
 def combined(layer: Adapted, common: dict[str, Tensor], personal: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -84,6 +88,7 @@ def save_peft(
 ) -> None:
     """One client's adapter and head as a folder that plain `PeftModel.from_pretrained(base, folder)` loads.
 
+    The base model's configuration lies beside it, so that `base` can be made with the head's labels by their names.
     `peft_type` is what PEFT calls the task (`Task.peft_type`).
     """
     shared, own = one_client(model, common, personal)
@@ -99,7 +104,8 @@ def save_peft(
     contiguous = {name: t.detach().float().cpu().contiguous().clone() for name, t in tensors.items()}
     write_bytes(folder / WEIGHTS, save(contiguous, metadata={"format": "pt"}))
     config = peft_config(model, ranks, peft_type, base_model)
-    write_json(folder / CONFIG, config)
+    write_json(folder / ADAPTER_CONFIG, config)
+    write_json(folder / BASE_CONFIG, json.loads(model.model.config.to_json_string()))
 
 
 def peft_config(

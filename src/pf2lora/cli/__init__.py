@@ -10,9 +10,10 @@ from pf2lora.cli import data, federation, reproduce, score
 from pf2lora.cli.demo import demo
 from pf2lora.cli.generate import generate
 from pf2lora.cli.options import ListCommand
+from pf2lora.cli.predict import predict
 from pf2lora.cli.report import report
 from pf2lora.cli.train import compare, train
-from pf2lora.cli.use import evaluate, export, onboard, predict
+from pf2lora.cli.use import evaluate, export, onboard
 from pf2lora.errors import UserError, one_line
 
 app = typer.Typer(

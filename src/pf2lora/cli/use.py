@@ -1,4 +1,4 @@
-"""Using a finished run: predict, evaluate, onboard a new client, export a merged model."""
+"""Using a finished run: evaluate, onboard a new client, export a merged model."""
 
 from __future__ import annotations
 
@@ -13,61 +13,12 @@ from pf2lora.errors import UserError
 
 if TYPE_CHECKING:
     from pf2lora.run.saved import LoadedRun
-    from pf2lora.tasks.classification.rows import TextRow
 
 Run = Annotated[Path, typer.Argument(help="The run folder.")]
 ClientName = Annotated[str | None, typer.Option("--client", help="Whose model; without, the common one.")]
 Method = Annotated[str | None, typer.Option("--method", help="Which method of a run of several.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
-
-
-def predict(
-    run: Run,
-    texts: Annotated[
-        list[str] | None, typer.Argument(help="The texts to classify (pairs: a tab between).")
-    ] = None,
-    client: ClientName = None,
-    file: Annotated[Path | None, typer.Option("--file", help="A file with one text a line.")] = None,
-    method: Method = None,
-    device: Device = "auto",
-    as_json: Json = False,
-) -> None:
-    """Classify texts with a client's model."""
-    from pf2lora.parsing import check_text, read_text
-
-    lines = [*(texts or []), *(read_text(file).splitlines() if file else [])]
-    if not lines:
-        raise UserError("nothing to predict: give texts, or --file with one text a line")
-    if any(not line.strip() for line in lines):
-        raise UserError("an empty text cannot be classified")
-    for line in lines:
-        check_text(line, "the texts")
-    loaded = open_run(run, method, device)
-    if loaded.task.name != "classification":
-        raise UserError(f"{run} is a run of {loaded.task.name}; 'pf2lora generate' is for generation")
-    labels, pairs = loaded.saved.labels, "pairs" in loaded.saved.traits
-    answers = loaded.answers(client, [text_row(line, labels[0], pairs) for line in lines])
-    found = []
-    for line, logits in zip(lines, answers):
-        shares = softmax(list(logits))
-        best = max(range(len(labels)), key=lambda i: shares[i])
-        found.append({"text": line, "label": labels[best], "probability": shares[best]})
-    if as_json:
-        typer.echo(json.dumps(found, ensure_ascii=False))
-        return
-    for row in found:
-        typer.echo(f"{row['label']}\t{row['probability']:.3f}\t{row['text']}")
-
-
-def text_row(line: str, label: str, pairs: bool) -> TextRow:
-    """A text to classify; where the run's rows are pairs, two of them with a tab between."""
-    from pf2lora.tasks.classification.rows import TextRow
-
-    first, *second = line.split("\t") if pairs else [line]
-    if pairs and len(second) != 1:
-        raise UserError(f"the run's rows are pairs of texts: give both with a tab between them, not {line!r}")
-    return TextRow(first, label, *second)
 
 
 def evaluate(
@@ -149,15 +100,14 @@ def open_run(run: Path, method: str | None, device: str) -> LoadedRun:
     from pf2lora.run.saved import load_run
 
     quiet_libraries()
-    return load_run(run, method, device)
-
-
-def softmax(logits: list[float]) -> list[float]:
-    from math import exp
-
-    top = max(logits)
-    weights = [exp(v - top) for v in logits]
-    return [w / sum(weights) for w in weights]
+    loaded = load_run(run, method, device)
+    others = [name for name in loaded.config.training.method if name != loaded.saved.method]
+    if others and method is None:
+        typer.echo(
+            f"method {loaded.saved.method}, the run's first (--method takes another: {', '.join(others)})",
+            err=True,
+        )
+    return loaded
 
 
 def show_scores(loaded: LoadedRun, rows: dict[str, dict[str, float | None]]) -> None:

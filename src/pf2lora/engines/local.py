@@ -66,6 +66,15 @@ def ignore(step: Step) -> None:
     """Nobody watches."""
 
 
+class After(NamedTuple):
+    """Where a run stands after a round, beside its learners' states: `train` goes on from there as an unbroken one.
+    Batches, dropout and participation follow from seeds and numbers, so nothing of them is kept. What a server keeps
+    between rounds belongs here, too."""
+
+    number: int = 0  # the round
+    steps_done: tuple[int, ...] = ()  # by each learner; empty: none yet
+
+
 class Round(NamedTuple):
     """What a round did, for all learners (the clients of every seed, seed by seed). `before` has x and y after the
     local steps, `served` the state after the average came back.
@@ -81,6 +90,7 @@ class Round(NamedTuple):
     served: State
     common: Tensor  # (seeds, shared) the servers' answers
     seconds: float
+    after: After = After()
 
     def kept(self) -> Round:
         """This round with states of its own."""
@@ -171,12 +181,14 @@ def train(
     on_step: OnStep = ignore,
     graphs: bool = True,
     judges: Callable[[Sequence[int]], Judge] | None = None,
+    after: After | None = None,
 ) -> Iterator[Round]:
     """The rounds of a run, one by one. This loop exists once.
 
     `state` and `source` are those of all learners: the clients of the first of the schedule's seeds, then of the next.
     On a CUDA device the local step is recorded as a CUDA graph and replayed, unless `graphs` is off. `judges` gives
-    some learners' judge, where there are validation rows.
+    some learners' judge, where there are validation rows. `after` a round that was done before, the run goes on with
+    the next: `state` is what was served then.
     """
     learners, seeds = len(source.names), schedule.seeds
     if learners == 0 or min(source.sizes) == 0:
@@ -187,8 +199,9 @@ def train(
     state = over_tensors(lambda t: t.to(home, copy=True), state)
     served = state
     stepper = make_stepper(F, device, graphs=graphs)
-    steps_done = [0] * learners
-    for number in range(1, schedule.rounds + 1):
+    after = after or After()
+    steps_done = list(after.steps_done) or [0] * learners
+    for number in range(after.number + 1, schedule.rounds + 1):
         started = time.perf_counter()
         over_tensors(lambda own, new: own if own is new else own.copy_(new), state, served)
         federations = [
@@ -228,7 +241,8 @@ def train(
         served = method.receive(served, to_learners(common, clients))
         for i in chosen:
             steps_done[i] += schedule.steps
-        yield Round(number, chosen, stats, state, served, common, time.perf_counter() - started)
+        after = After(number, tuple(steps_done))
+        yield Round(number, chosen, stats, state, served, common, time.perf_counter() - started, after)
 
 
 def averages(

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from pf2lora.adapters.peft import save_peft
+from pf2lora.adapters.peft import ADAPTER_CONFIG, BASE_CONFIG, save_peft
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.atomic import append_line, check_writable, make_folder, write_bytes, write_json, writing
 from pf2lora.core.layout import Layout
@@ -36,7 +36,9 @@ from pf2lora.run.workload import Workload
 
 ADAPTER_FILES = (
     "common/adapter_*",
+    "common/config.json",
     "clients/*/adapter_*",
+    "clients/*/config.json",
     "clients/*/onboarding.json",
     "state/run.json",
     "state/common.safetensors",
@@ -51,7 +53,9 @@ RUN_FILES = (
 
 def run_files(folder: Path) -> list[Path]:
     """The files in `folder` that a run wrote, and no others: a user's own `clients/` may well lie beside them."""
-    return [path for pattern in RUN_FILES for path in sorted(folder.glob(pattern))]
+    found = [path for pattern in RUN_FILES for path in sorted(folder.glob(pattern))]
+    # A model's config.json is a run's only beside an adapter's.
+    return [p for p in found if p.name != BASE_CONFIG or (p.parent / ADAPTER_CONFIG).exists()]
 
 
 def check_free(folder: Path, *, force: bool) -> None:

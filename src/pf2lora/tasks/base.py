@@ -113,6 +113,10 @@ class Task(ABC, Generic[Row, Prediction]):
         """How many rows of each kind (label, topic, …) there are, for the report."""
         return {}
 
+    def answer(self, prediction: Prediction, row: Row) -> dict[str, Any]:
+        """A prediction as columns beside the row's own; `predicted` is what was asked for."""
+        return {"predicted": prediction if isinstance(prediction, int | float | str) else str(prediction)}
+
     def example(self, prediction: Prediction, row: Row) -> Example | None:
         """A prediction to be read beside others, for the report; None where that would say nothing."""
         return None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from pf2lora.data.client import Client, Pool
 from pf2lora.data.files import Record, read_records
 from pf2lora.data.settings import DataSettings
+from pf2lora.errors import UserError
 
 if TYPE_CHECKING:
     from pf2lora.tasks.base import Task
@@ -67,6 +68,17 @@ class TaskSettings(ABC, Generic[Row]):
     ) -> list[Row]:
         """Records as rows. Columns that the user did not name are guessed, from the records `like` where given (those
         of the first client: all clients have the same columns). What the user should know is added to `notes`."""
+
+    def questions(
+        self, records: Sequence[Record], labels: Sequence[str], traits: Sequence[str] = ()
+    ) -> list[Row]:
+        """Records without what is to be found (a label, an answer, a text) as rows to be answered, for a run that
+        remembers `labels` and `traits`. What stands there all the same is not looked at."""
+        return self.rows(records)
+
+    def typed(self, line: str, traits: Sequence[str] = ()) -> dict[str, Any]:
+        """A line that somebody typed, as the record that `questions` takes."""
+        raise UserError(f"{self.name} takes data files alone: give --file")
 
     @abstractmethod
     def build(self, model: str, labels: Sequence[str], metric: str | None = None) -> Task[Row, Any]:

@@ -97,7 +97,7 @@ class CheckpointFolder:
         """The state after round `number`, on the device of `like`, whose shapes it must have; a StateFolderError if it
         cannot be used."""
         tensors, header = self.read(STATE, number)
-        names = (str(i) for i in range(len(tensors)))
+        names = iter([*map(str, range(len(tensors)))])
 
         def restored(template: Tensor) -> Tensor:
             piece = tensors.get(next(names, ""))

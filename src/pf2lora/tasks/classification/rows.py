@@ -65,13 +65,20 @@ def choose_columns(
     columns: Sequence[str], file: str | Path, text: str | None, pair: str | None, label: str | None
 ) -> Columns:
     """The columns that the user named; those not named are guessed from the file's header."""
+    text, pair = choose_texts(columns, file, text, pair, label)
+    rest = [name for name in columns if name not in (text, pair)]
+    return Columns(text, pair, choose_column(rest, label, LABEL_COLUMNS, file, "--label"))
+
+
+def choose_texts(
+    columns: Sequence[str], file: str | Path, text: str | None, pair: str | None, label: str | None
+) -> tuple[str, str | None]:
+    """The column of the text, and that of the second one where rows are pairs."""
     if pair is not None:
         require_column(pair, columns, file, "--pair")
     if text is None:
         text, pair = _guess_texts([name for name in columns if name != label], pair)
-    text = choose_column([c for c in columns if c != pair], text, TEXT_COLUMNS, file, "--text")
-    rest = [name for name in columns if name not in (text, pair)]
-    return Columns(text, pair, choose_column(rest, label, LABEL_COLUMNS, file, "--label"))
+    return choose_column([c for c in columns if c != pair], text, TEXT_COLUMNS, file, "--text"), pair
 
 
 def _guess_texts(columns: Sequence[str], pair: str | None) -> tuple[str | None, str | None]:

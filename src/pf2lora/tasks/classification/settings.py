@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pf2lora.data.client import Client
 from pf2lora.data.files import Record, columns_of
+from pf2lora.errors import UserError
 from pf2lora.settings import require_positive, setting
 from pf2lora.tasks.classification import glue, movie_reviews
 from pf2lora.tasks.classification.rows import (
     TextRow,
     check_labels,
     choose_columns,
+    choose_texts,
     label_names,
     rows_of,
 )
@@ -21,6 +23,8 @@ from pf2lora.tasks.settings import Dataset, TaskSettings
 
 if TYPE_CHECKING:
     from pf2lora.tasks.classification.task import Classification
+
+PAIRS = "pairs"
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,27 @@ class ClassificationSettings(TaskSettings[TextRow]):
         columns = choose_columns(columns_of(like), like[0].file, self.text, self.pair, self.label)
         return rows_of(records, columns)
 
+    def questions(
+        self, records: Sequence[Record], labels: Sequence[str], traits: Sequence[str] = ()
+    ) -> list[TextRow]:
+        text, pair = choose_texts(columns_of(records), records[0].file, self.text, self.pair, self.label)
+        if (pair is not None) != (PAIRS in traits):
+            wanted = "pairs of texts" if PAIRS in traits else "single texts"
+            raise UserError(f"{records[0].file}: the run's rows are {wanted}, and these are not")
+        # Every row needs some label to be encoded with; nothing asks what it is.
+        return [TextRow(r.text(text), labels[0], r.text(pair) if pair else None) for r in records]
+
+    def typed(self, line: str, traits: Sequence[str] = ()) -> dict[str, Any]:
+        text, pair = self.text or "text1", self.pair or "text2"
+        if PAIRS not in traits:
+            return {self.text or "text": line}
+        first, *second = line.split("\t")
+        if len(second) != 1:
+            raise UserError(
+                f"the run's rows are pairs of texts: give both with a tab between them, not {line!r}"
+            )
+        return {text: first, pair: second[0]}
+
     def build(self, model: str, labels: Sequence[str], metric: str | None = None) -> Classification:
         from pf2lora.adapters.base_model import load_tokenizer
         from pf2lora.tasks.classification.task import Classification
@@ -59,7 +84,7 @@ class ClassificationSettings(TaskSettings[TextRow]):
         return label_names(clients)
 
     def traits(self, clients: Sequence[Client[TextRow]]) -> list[str]:
-        return ["pairs"] if any(row.pair is not None for client in clients for row in client.train) else []
+        return [PAIRS] if any(row.pair is not None for client in clients for row in client.train) else []
 
     def check(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -104,6 +104,13 @@ class Classification(Task[TextRow, np.ndarray]):
             "loss": log_loss(gold, logits),
         }
         return {name: values[name] for name in self.metrics}
+
+    def answer(self, prediction: np.ndarray, row: TextRow) -> dict[str, Any]:
+        shares = np.exp(prediction - prediction.max())
+        shares /= shares.sum()
+        best = int(answers(prediction[None])[0])
+        found = {"predicted": self.labels[best], "probability": float(shares[best])}
+        return found | {f"probability_{label}": float(share) for label, share in zip(self.labels, shares)}
 
     def describe(self, rows: Sequence[TextRow]) -> dict[str, int]:
         counts = Counter(row.label for row in rows)

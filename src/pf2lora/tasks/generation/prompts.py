@@ -84,8 +84,13 @@ def read_prompts(path: str | Path, column: str | None = None) -> list[str]:
             raise UserError(f"{path}: no prompts in this file (one on each line)")
         return lines
     records = read_records(path)
-    chosen = choose_column(columns_of(records), column, PROMPT_COLUMNS, path, "--prompt")
+    chosen = prompt_column(records, column)
     return [record.text(chosen) for record in records]
+
+
+def prompt_column(records: Sequence[Record], named: str | None) -> str:
+    """The column of the prompt, where nothing else is asked for."""
+    return choose_column(columns_of(records), named, PROMPT_COLUMNS, records[0].file, "--prompt")
 
 
 def grouped(rows: Iterable[PromptRow]) -> list[PromptRow]:

@@ -10,7 +10,7 @@ from pf2lora.data.files import Record
 from pf2lora.errors import UserError, unknown
 from pf2lora.settings import require_not_negative, require_positive, setting
 from pf2lora.tasks.generation import e2e, webnlg
-from pf2lora.tasks.generation.prompts import PromptRow, choose_columns, rows_of
+from pf2lora.tasks.generation.prompts import PromptRow, choose_columns, prompt_column, rows_of
 from pf2lora.tasks.settings import Dataset, TaskSettings
 
 if TYPE_CHECKING:
@@ -54,6 +54,15 @@ class GenerationSettings(TaskSettings[PromptRow]):
         notes: list[str] | None = None,
     ) -> list[PromptRow]:
         return rows_of(records, choose_columns(like or records, self.prompt, self.target))
+
+    def questions(
+        self, records: Sequence[Record], labels: Sequence[str], traits: Sequence[str] = ()
+    ) -> list[PromptRow]:
+        column = prompt_column(records, self.prompt)
+        return [PromptRow(record.text(column), ()) for record in records]
+
+    def typed(self, line: str, traits: Sequence[str] = ()) -> dict[str, Any]:
+        return {self.prompt or "prompt": line}
 
     def build(self, model: str, labels: Sequence[str], metric: str | None = None) -> Generation:
         from pf2lora.adapters.base_model import load_tokenizer

@@ -77,6 +77,16 @@ def _items(
         yield f"{prefix}{key}[{number}]", item
 
 
+def questions_of(records: Sequence[Record], context: str | None, question: str | None) -> list[QuestionRow]:
+    """Records as questions without answers: what is to be found, whether it is there or not."""
+    columns, file = columns_of(records), records[0].file
+    on = choose_column(columns, context, CONTEXT_COLUMNS, file, "--context")
+    asked = choose_column([c for c in columns if c != on], question, QUESTION_COLUMNS, file, "--question")
+    return [
+        QuestionRow(str(r.values.get("id") or r.where), r.text(on), r.text(asked), (), ()) for r in records
+    ]
+
+
 def choose_columns(
     records: Sequence[Record], context: str | None, question: str | None, answers: str | None
 ) -> Columns:

@@ -12,7 +12,13 @@ from pf2lora.data.files import Record
 from pf2lora.errors import UserError
 from pf2lora.settings import require_positive, setting
 from pf2lora.tasks.question_answering import squad
-from pf2lora.tasks.question_answering.rows import QuestionRow, choose_columns, read_records, rows_of
+from pf2lora.tasks.question_answering.rows import (
+    QuestionRow,
+    choose_columns,
+    questions_of,
+    read_records,
+    rows_of,
+)
 from pf2lora.tasks.settings import Dataset, TaskSettings
 
 if TYPE_CHECKING:
@@ -54,6 +60,19 @@ class QuestionAnsweringSettings(TaskSettings[QuestionRow]):
     ) -> list[QuestionRow]:
         # By each client's own columns: one may have SQuAD's own JSON, another a csv file.
         return rows_of(records, choose_columns(records, self.context, self.question, self.answers), notes)
+
+    def questions(
+        self, records: Sequence[Record], labels: Sequence[str], traits: Sequence[str] = ()
+    ) -> list[QuestionRow]:
+        return questions_of(records, self.context, self.question)
+
+    def typed(self, line: str, traits: Sequence[str] = ()) -> dict[str, Any]:
+        asked, *context = line.split("\t", 1)
+        if not context:
+            raise UserError(
+                "a question needs its context: give both with a tab between them, or --file with columns for both"
+            )
+        return {self.context or "context": context[0], self.question or "question": asked}
 
     def build(self, model: str, labels: Sequence[str], metric: str | None = None) -> QuestionAnswering:
         from pf2lora.adapters.base_model import load_tokenizer

@@ -258,6 +258,10 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
         counts = Counter(row.topic for row in rows if row.topic)
         return {topic: counts[topic] for topic in sorted(counts)}
 
+    def answer(self, prediction: Answer, row: QuestionRow) -> dict[str, Any]:
+        silent = {"no_answer_probability": prediction.no_answer} if self.no_answers else {}
+        return {"predicted": prediction.text} | silent
+
     def example(self, prediction: Answer, row: QuestionRow) -> Example | None:
         nothing = "(no answer)"
         golds = tuple(dict.fromkeys(row.answers)) or (nothing,)  # several people often answered alike

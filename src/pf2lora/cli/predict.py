@@ -1,0 +1,91 @@
+"""`pf2lora predict`: what a client's model answers, for every task: labels, answers to questions, texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pf2lora.cli.options import WRITTEN
+from pf2lora.cli.use import ClientName, Device, Json, Method, Run, open_run
+from pf2lora.errors import UserError
+
+
+def predict(
+    run: Run,
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Texts to classify, or prompts (pairs: a tab between; questions: question, tab, context)."
+        ),
+    ] = None,
+    client: ClientName = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", help="A data file as for training, labels not needed; .txt: one text a line."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Write the rows with their answers: .jsonl, .json, .csv, .tsv, .parquet.", **WRITTEN
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the --out file.")] = False,
+    method: Method = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Answer rows with a client's model: labels with their probabilities, answers to questions, texts."""
+    from pf2lora.data.files import READERS, Record
+    from pf2lora.data.writing import check_record_file, write_records
+    from pf2lora.parsing import check_text, read_text
+
+    lines = list(texts or [])
+    is_table = file is not None and file.suffix.lower() in READERS
+    if file is not None and not is_table:
+        lines += [line for line in read_text(file).splitlines() if line.strip()]
+    if lines and is_table:
+        raise UserError("give texts, or --file with a data file, not both")
+    if not lines and not is_table:
+        raise UserError("nothing to predict: give texts, or --file with a data file or one text a line")
+    if any(not line.strip() for line in lines):
+        raise UserError("an empty text cannot be answered")
+    for line in lines:
+        check_text(line, "the texts")
+    if out is not None:
+        check_record_file(out, force)
+    loaded = open_run(run, method, device)
+    task, traits = loaded.config.task, loaded.saved.traits
+    if is_table and file is not None:
+        records = task.read_records(file)
+    else:
+        records = [
+            Record(task.typed(t, traits), "the command line", f"text {n}") for n, t in enumerate(lines, 1)
+        ]
+    rows = task.questions(records, loaded.saved.labels, traits)
+    found = [loaded.task.answer(answer, row) for answer, row in zip(loaded.answers(client, rows), rows)]
+    for note in loaded.task.notes:
+        typer.echo(note, err=True)
+    answered: list[dict[str, Any]] = [record.values | own for record, own in zip(records, found)]
+    if out is not None:
+        write_records(out, answered)
+        typer.echo(f"{len(answered)} rows with what {client or 'the common model'} answers: {out}", err=True)
+    if as_json:
+        typer.echo(json.dumps(answered, ensure_ascii=False, default=str))
+    elif out is None:
+        for own, line in zip(found, lines or [first_text(record.values) for record in records]):
+            typer.echo(readable(own, line))
+
+
+def first_text(values: dict[str, Any]) -> str:
+    """What a row is recognised by."""
+    return next((value for value in values.values() if isinstance(value, str)), "")
+
+
+def readable(found: dict[str, Any], line: str) -> str:
+    """One line: the answer, how sure it is where that is known, and what was asked."""
+    sure = found.get("probability")
+    parts = [found["predicted"] or "(no answer)", *([] if sure is None else [f"{sure:.3f}"]), line]
+    return "\t".join(" ".join(str(part).split()) for part in parts)
