@@ -5,6 +5,7 @@ What the system refuses is a `CannotWrite`: one line for the user, and an OSErro
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -90,17 +91,18 @@ def make_folder(path: Path, mode: int = 0o777) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before the work that a file or folder `path` can be written: nothing is touched."""
-    place = path
+    """Find out before the work that a file or folder `path` can be written; nothing is touched."""
     with writing(path):
-        while not os.path.lexists(place) and place != place.parent:
+        place = (
+            path if path.is_dir() else path.absolute().parent
+        )  # a file is replaced, which its folder allows
+        while not os.path.lexists(place):
             place = place.parent
-        needed = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
-        if place != path and not place.is_dir():
-            raise NotADirectoryError(20, "a file is where a folder would be", str(place))
-        if not os.access(place, needed):
-            read_only = os.access(place, os.R_OK)
-            raise PermissionError(13, "no permission" if read_only else "no permission to look into it")
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{place} is a file, not a folder")
+        effective = os.access in os.supports_effective_ids
+        if not os.access(place, os.W_OK | os.X_OK, effective_ids=effective):
+            raise PermissionError(errno.EACCES, f"nothing may be written into {place}")
 
 
 @contextmanager
@@ -116,9 +118,11 @@ def new_folder(path: Path) -> Iterator[Path]:
             if path.is_dir():
                 path.rmdir()
             partial.rename(path)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         _remove_empty(path.parent, above)
+        if isinstance(error, CannotWrite):  # of what is in it: the user knows the folder by its own name
+            raise CannotWrite(path, OSError(error.errno, error.reason)) from None
         raise
 
 

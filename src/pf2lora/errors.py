@@ -33,6 +33,7 @@ class CannotWrite(UserError, OSError):
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         if not full and "os error 28" in reason:  # as safetensors says it
             reason, full = "No space left on device", True
+        self.reason = reason
         right = "free some space; " if full else "choose a place where you may write; "
         self.line = f"{os.fspath(path)}: cannot be written ({reason}): {right}what was there is as it was"
         super().__init__(self.line)

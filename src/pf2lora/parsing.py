@@ -90,11 +90,11 @@ def is_whole(text: str) -> bool:
 
 
 class BadJSON(ValueError):
-    """What is wrong with a JSON text, and in which line of it."""
+    """What is wrong with a JSON text, and `place`, where in it."""
 
-    def __init__(self, message: str, line: int | None = None) -> None:
+    def __init__(self, message: str, place: str = "") -> None:
         super().__init__(message)
-        self.line = line
+        self.place = place
 
 
 def refuse(constant: str) -> Any:
@@ -114,7 +114,7 @@ def parse_json(text: str | bytes, constants: Callable[[str], Any] | None = None)
     except BadJSON:
         raise
     except json.JSONDecodeError as error:
-        raise BadJSON(error.msg, error.lineno) from None
+        raise BadJSON(error.msg, f", line {error.lineno}, column {error.colno}") from None
     except RecursionError:
         raise BadJSON(f"nested more than {DEEPEST} deep") from None
     except UnicodeDecodeError:
@@ -139,8 +139,7 @@ def read_json(path: Path, most: int = LARGEST, constants: Callable[[str], Any] |
     try:
         return parse_json(read_text(path, most), constants)
     except BadJSON as error:
-        line = "" if error.line is None else f", line {error.line}"
-        raise UserError(f"{path}{line}: broken JSON ({error})") from None
+        raise UserError(f"{path}{error.place}: broken JSON ({error})") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -155,22 +154,21 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_values(value: Any, largest: int | None = None) -> None:
     """Level by level, as what is too deep for the parser is too deep for a recursion."""
     level: Iterable[Any] = [value]
-    for _ in range(DEEPEST + 1):
+    for depth in range(DEEPEST + 1):
         inside: list[Any] = []
         for item in level:
             if isinstance(item, str):
                 if not is_whole(item):
                     raise BadJSON("half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+            elif depth == DEEPEST and isinstance(item, dict | list):
+                raise BadJSON(f"nested more than {DEEPEST} deep")
             elif isinstance(item, dict):
                 inside.extend(chain(item, item.values()))
             elif isinstance(item, list):
                 inside.extend(item)
             elif largest and isinstance(item, int) and abs(item) > largest:
                 raise BadJSON("a number beyond 2^63")
-        if not inside:
-            return
         level = inside
-    raise BadJSON(f"nested more than {DEEPEST} deep")
 
 
 # --- TOML ------------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from pf2lora.settings import is_word, settings_of, types_of
 from pf2lora.tasks import TASKS
 
 
-def path_to_write(text: str) -> Path:
+def path_to_write(text: str | Path) -> Path:
     """A file or folder to write, as the user named it. An empty name, such as a shell's unset variable, would be the
     current folder."""
-    if not text.strip():
+    if not str(text).strip():
         raise UserError(
             "an empty name for what is written, such as --out '': name it ('.' is the current folder)"
         )
