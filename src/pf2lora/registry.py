@@ -21,10 +21,12 @@ T = TypeVar("T")
 class Registry(Mapping[str, type[T]], Generic[T]):
     """`what` is what the names are of ("method"), `own` maps each of our names to `module:Class`, `base` is the
     class that all of them extend, and installed packages add theirs in the entry point group `pf2lora.<what>s`. Every
-    class says its own `name`."""
+    class says its own `name`. `other_names` says what we call what others call differently."""
 
-    def __init__(self, what: str, own: Mapping[str, str], base: str) -> None:
-        self.what, self.own, self.base = what, dict(own), base
+    def __init__(
+        self, what: str, own: Mapping[str, str], base: str, other_names: Mapping[str, str] | None = None
+    ) -> None:
+        self.what, self.own, self.base, self.other_names = what, dict(own), base, dict(other_names or {})
 
     @cached_property
     def installed(self) -> dict[str, EntryPoint]:
@@ -57,6 +59,8 @@ class Registry(Mapping[str, type[T]], Generic[T]):
             raise self.error(name)
 
     def error(self, name: str) -> UserError:
+        if name.lower() in self.other_names:
+            return UserError(f"unknown {self.what} {name!r}; here that is {self.other_names[name.lower()]}")
         return UserError(f"{unknown(self.what, name, self)}; another package's is package.module:Class")
 
     def imported(self, path: str) -> type[T]:

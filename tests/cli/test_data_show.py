@@ -124,6 +124,9 @@ def test_size_ratio_and_limit(sst2: Path) -> None:
     few = load_clients(**settings, limit=10)
     assert [len(client.train) for client in few] == [10] * 4
     assert sum(len(client.test) for client in few) == 80
+    tested = load_clients(**settings, test_limit=5)
+    assert [len(client.test) for client in tested] == [5] * 4
+    assert sum(len(client.train) for client in tested) == 400
 
 
 @pytest.mark.parametrize(

@@ -141,3 +141,21 @@ def test_a_run_of_several_methods_says_which_it_takes(
     code, _, err = command_line(monkeypatch, capsys, *args)
     assert code == 0 and err == "method homlora, the run's first (--method takes another: local)\n"
     assert command_line(monkeypatch, capsys, *args, "--method", "local")[2] == ""
+
+
+def test_columns_are_named_as_in_training(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    rows = sentences(8, seed=4)
+    odd = [{"text": "nothing", "words": r["text"], "mood": r["label"]} for r in rows]
+    file = write_csv(tmp_path / "odd.csv", odd)
+    plain = write_csv(tmp_path / "plain.csv", rows)
+    whose = ("--client", "north", "--json")
+    wanted = command_line(monkeypatch, capsys, "evaluate", run, plain, *whose)[1]
+    named = ("--text", "words", "--label", "mood")
+    assert command_line(monkeypatch, capsys, "evaluate", run, file, *named, *whose)[1] == wanted
+    found = answered(monkeypatch, capsys, run, "--client", "north", "--file", file, "--text", "words")
+    plainly = answered(monkeypatch, capsys, run, "--client", "north", "--file", plain)
+    assert [f["predicted"] for f in found] == [f["predicted"] for f in plainly]
+    code, _, err = command_line(monkeypatch, capsys, "evaluate", run, file, "--context", "words")
+    assert code == 2 and "--context is not for classification, whose columns are named by --text" in err

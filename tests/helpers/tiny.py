@@ -23,11 +23,16 @@ from transformers import (
 )
 
 from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel, factor_entries
-from pf2lora.core.layout import Entry, Layout
+from pf2lora.core.layout import NO_LAYOUT, Entry, Layout
 from pf2lora.core.method import Loss, Method
 from pf2lora.engines.batches import Batch, BatchSource, Encoded, EncodedSource, batch_rows
+from pf2lora.methods.ditto import Ditto
+from pf2lora.methods.feddpa import FedDPAF, FedDPAT
+from pf2lora.methods.fedprox import FedProx
 from pf2lora.methods.hetlora import HetLoRA
 from pf2lora.methods.homlora import HomLoRA
+from pf2lora.methods.homlora_bias import HomLoRABias
+from pf2lora.methods.homlora_ft import HomLoRAFT
 from pf2lora.methods.local import Local
 from pf2lora.methods.per_fedavg import PerFedAvg
 from pf2lora.methods.pf2lora import PF2LoRA
@@ -122,6 +127,7 @@ class Problem(NamedTuple):
     x: Tensor  # (M, P) the same row for every client
     y: Tensor  # (M, Q)
     model: TwoLevelModel | None = None
+    personal_layout: Layout = NO_LAYOUT
 
 
 def tiny_problem(
@@ -144,7 +150,8 @@ def tiny_problem(
         y = y + 0.1 * torch.randn(y.shape, generator=random, dtype=y.dtype)
     task = Classification(None, [str(i) for i in range(LABELS)])  # type: ignore[arg-type]
     source = EncodedSource(tiny_data(sizes), names, batch, (0,), keyed=wrapped.spec.dropout > 0)
-    return Problem(lambda x, y, b: task.loss(wrapped, x, y, b), source, wrapped.common_layout, x, y, wrapped)
+    layouts = wrapped.common_layout, wrapped.personal_layout
+    return Problem(lambda x, y, b: task.loss(wrapped, x, y, b), source, layouts[0], x, y, wrapped, layouts[1])
 
 
 @dataclass(frozen=True)
@@ -208,7 +215,7 @@ def regression_problem(
         [f"client-{k}" for k in range(len(sizes))],
     )
     x = 0.5 * normal(1, common.size).expand(len(sizes), -1).clone()
-    return Problem(F, source, common, x, 0.5 * normal(len(sizes), own.size))
+    return Problem(F, source, common, x, 0.5 * normal(len(sizes), own.size), None, own)
 
 
 SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
@@ -219,6 +226,12 @@ SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
     "homlora": (HomLoRA, {}),
     "per-fedavg": (PerFedAvg, {"adaptation_lr": 0.1, "hypergradient_mode": "exact"}),
     "hetlora": (HetLoRA, {"ranks": (1, 3, 4), "gamma": 0.7, "penalty": 0.1}),
+    "homlora-ft": (HomLoRAFT, {"finetune_steps": 2}),
+    "homlora-bias": (HomLoRABias, {}),
+    "ditto": (Ditto, {"penalty": 0.5}),
+    "feddpa-t": (FedDPAT, {"mixing_weight": 0.3}),
+    "feddpa-f": (FedDPAF, {"finetune_steps": 2}),
+    "fedprox": (FedProx, {"mu": 0.5}),
     "local": (Local, {}),
 }
 
@@ -226,4 +239,6 @@ SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
 def build(setting: str, p: Problem, **changes: Any) -> Method:
     """A method of `SETTINGS` for the problem's layout."""
     kind, options = SETTINGS[setting]
+    if "personal_layout" in kind.derived:
+        options = options | {"personal_layout": p.personal_layout}
     return kind(p.layout, lr=0.01, **(options | changes))

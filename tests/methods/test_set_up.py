@@ -28,6 +28,12 @@ COMMON = {"lr": float, "weight_decay": float, "optimizer": str, "rank": int}
         ("centralized", {"same_examples": bool}),
         ("hetlora", {"r_min": int, "r_max": int, "gamma": float, "penalty": float, "weight_by": str}),
         ("per-fedavg", {"hypergradient_mode": str, "adaptation_lr": float}),
+        ("homlora-ft", {"finetune_steps": int}),
+        ("homlora-bias", {"bias_lr": float}),
+        ("ditto", {"penalty": float}),
+        ("feddpa-t", {"mixing_weight": float, "client_rank": int}),
+        ("feddpa-f", {"mixing_weight": float, "finetune_steps": int}),
+        ("fedprox", {"mu": float}),
         ("pf2lora-joint", {"client_lr": float | Literal["auto"], "client_rank": int}),
         (
             "pf2lora",
@@ -91,7 +97,7 @@ def test_a_method_built_by_hand_has_the_defaults_of_a_run(name: str) -> None:
     """What a run's settings and a method call the same has one default."""
     method, run = METHODS[name](regression_problem().layout), TrainingSettings()
     common = {f.name for f in fields(method)} & {f.name for f in fields(run)}
-    assert {"lr", "weight_decay"} <= common and ("client_lr" in common) == method.two_level
+    assert {"lr", "weight_decay"} <= common and ("client_lr" in common) == name.startswith("pf2lora")
     assert {key: getattr(method, key) for key in common} == {key: getattr(run, key) for key in common}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 import typing
 from pathlib import Path
@@ -14,9 +15,10 @@ from little_world import command_line, flags
 
 from pf2lora.cli.options import EVERYDAY, choices
 from pf2lora.errors import UserError
-from pf2lora.methods import METHODS
+from pf2lora.methods import METHODS, SETS
 from pf2lora.run import api
 from pf2lora.run.config import (
+    NAMED,
     TABLES,
     Config,
     from_dict,
@@ -83,6 +85,7 @@ OTHERS: dict[str, Any] = {  # a value other than the default for every setting
     "partition_column": "topic",
     "groups": ("a=1,2", "b=3"),
     "limit": 9,
+    "test_limit": 8,
 }
 FLAGS_OF_THE_ISSUE = (
     *("model", "method", "rounds", "steps", "batch_size", "rank", "client_rank", "lr", "client_lr"),
@@ -160,6 +163,13 @@ def test_toml_holds_everything(tmp_path: Path) -> None:
         assert from_dict(to_dict(config)) == config
 
 
+def test_the_printed_config_names_every_setting(monkeypatch: Any, capsys: Any) -> None:
+    code, out, _ = command_line(monkeypatch, capsys, "train", "--print-config")
+    assert code == 0
+    for name in setting_names():
+        assert re.search(rf"^(# )?{'name' if name in NAMED else name} =", out, re.M), name
+
+
 def printed(monkeypatch: Any, capsys: Any, *args: object) -> Config:
     code, out, err = command_line(monkeypatch, capsys, *args, "--print-config")
     assert (code, err) == (0, "")
@@ -175,7 +185,7 @@ def test_flags_toml_and_python_say_the_same(
     (tmp_path / "run.toml").write_text(to_toml(wanted))
     by_file = printed(monkeypatch, capsys, command, tmp_path / "run.toml")
     seen: list[Config] = []
-    monkeypatch.setattr(api, "run", lambda config, out, force: seen.append(config))
+    monkeypatch.setattr(api, "run", lambda config, out, **rest: seen.append(config))
     api.federate(**OTHERS)
     assert by_flags == by_file == seen[0] == wanted
 
@@ -222,7 +232,7 @@ def test_several_values_after_one_flag(monkeypatch: pytest.MonkeyPatch, capsys: 
         *("--clients", "a.csv", "b.csv", "--targets", "query"),
     )
     assert config.training.method == ("homlora", "local") and config.data.clients == ("a.csv", "b.csv")
-    assert printed(monkeypatch, capsys, "compare").training.method == tuple(METHODS)
+    assert printed(monkeypatch, capsys, "compare").training.method == SETS["paper"]
 
 
 MISTAKES: dict[str, tuple[str, str]] = {
@@ -300,7 +310,7 @@ def test_mistakes_in_python(settings: dict[str, Any], message: str) -> None:
 
 def test_python_takes_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr(api, "run", lambda config, out, force: seen.append(config))
+    monkeypatch.setattr(api, "run", lambda config, out, **rest: seen.append(config))
     api.federate(model=Path("m"), clients=Path("a.jsonl"))
     api.federate(model="m", clients=[Path("a.jsonl"), "b.jsonl"], out=Path("o"))
     assert [c.data.clients for c in seen] == [("a.jsonl",), ("a.jsonl", "b.jsonl")]

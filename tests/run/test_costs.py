@@ -129,7 +129,7 @@ def test_hetloras_parameters_and_bytes_are_means_over_its_ranks() -> None:
     assert method.ranks == (8, 8, 9, 9, 10, 10, 11, 11)
     state = method.init(torch.zeros(8, layout.size), torch.zeros(8, 0))
     assert costs.parameters(method, Layout((), 0), state).common == 350_208
-    sent = costs.sent_bytes(method, method.sent_numbers(state))
+    sent = costs.sent_bytes(method, costs.Sent(sum(method.sent_numbers(state)), 8))
     assert (sent.adapter, sent.head) == (4 * 350_208, 0)
     one = HetLoRA.set_up(Surroundings(layout, rank=8, clients=8, positions=(6,)), {})  # as a site has it
     assert one.ranks == (11,)

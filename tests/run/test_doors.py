@@ -38,7 +38,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     declared.mkdir()
     (declared / "METADATA").write_text("Metadata-Version: 2.1\nName: outsiders\nVersion: 1.0\n")
     (declared / "entry_points.txt").write_text(
-        "[pf2lora.methods]\nfedprox = fedprox:FedProx\n[pf2lora.tasks]\nrating = rating:RatingSettings\n"
+        "[pf2lora.methods]\nfedsam = fedsam:FedSAM\n[pf2lora.tasks]\nrating = rating:RatingSettings\n"
     )
     sys.path.insert(0, str(folder))
     yield folder
@@ -71,21 +71,21 @@ def rated(folder: Path) -> list[str]:
 def test_a_method_from_outside_in_all_its_ways(
     outside: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    fedprox = importlib.import_module("fedprox")
-    by_class = pf2lora.federate(**world.settings(method=[fedprox.FedProx, "homlora"], out=tmp_path / "one"))
-    assert list(by_class.methods) == ["fedprox", "homlora"] and by_class.methods["fedprox"].label == "FedProx"
-    args = ["train", *world.base, "--method", "fedprox:FedProx", "--out", tmp_path / "two"]
+    fedsam = importlib.import_module("fedsam")
+    by_class = pf2lora.federate(**world.settings(method=[fedsam.FedSAM, "homlora"], out=tmp_path / "one"))
+    assert list(by_class.methods) == ["fedsam", "homlora"] and by_class.methods["fedsam"].label == "FedSAM"
+    args = ["train", *world.base, "--method", "fedsam:FedSAM", "--out", tmp_path / "two"]
     assert command_line(monkeypatch, capsys, *args)[0] == 0
     by_path = pf2lora.load_result(tmp_path / "two")
     assert scores(by_path) == scores(by_class)
-    assert opened(tmp_path / "one", "fedprox").client("north")[0].isfinite().all()
-    assert opened(tmp_path / "two").saved.method == "fedprox:FedProx"
-    stronger = pf2lora.federate(**world.settings(method=fedprox.FedProx), methods={"fedprox": {"mu": 100.0}})
-    assert scores(stronger) != scores(by_class)
+    assert opened(tmp_path / "one", "fedsam").client("north")[0].isfinite().all()
+    assert opened(tmp_path / "two").saved.method == "fedsam:FedSAM"
+    further = pf2lora.federate(**world.settings(method=fedsam.FedSAM), methods={"fedsam": {"rho": 1.0}})
+    assert scores(further) != scores(by_class)
 
 
 def scores(result: Result) -> list[float | None]:
-    return result.methods["fedprox"].runs[0].served["loss"].per_client
+    return result.methods["fedsam"].runs[0].served["loss"].per_client
 
 
 def test_an_installed_packages_names_work_like_ours(outside: Path, world: World, tmp_path: Path) -> None:
@@ -93,22 +93,22 @@ def test_an_installed_packages_names_work_like_ours(outside: Path, world: World,
     code = (
         f"import sys; sys.path.insert(0, {str(outside)!r})\n"
         "from pf2lora.methods import METHODS; from pf2lora.tasks import TASKS; from pf2lora.cli import main\n"
-        "assert 'fedprox' in METHODS and 'rating' in TASKS and 'torch' not in sys.modules\n"
-        f"sys.argv = ['pf2lora', 'train', *{[str(a) for a in world.base]!r}, '--method', 'fedprox', "
+        "assert 'fedsam' in METHODS and 'rating' in TASKS and 'torch' not in sys.modules\n"
+        f"sys.argv = ['pf2lora', 'train', *{[str(a) for a in world.base]!r}, '--method', 'fedsam', "
         f"'--out', {str(tmp_path / 'run')!r}]\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert list(pf2lora.load_result(tmp_path / "run").methods) == ["fedprox"]
+    assert list(pf2lora.load_result(tmp_path / "run").methods) == ["fedsam"]
 
 
-def test_without_its_pull_it_is_homlora(outside: Path) -> None:
-    fedprox = importlib.import_module("fedprox")
+def test_without_a_radius_it_is_homlora(outside: Path) -> None:
+    fedsam = importlib.import_module("fedsam")
     ends = []
     ways: list[tuple[type[Method], dict[str, Any]]] = [
         (HomLoRA, {}),
-        (fedprox.FedProx, {"mu": 0.0}),
-        (fedprox.FedProx, {"mu": 1.0}),
+        (fedsam.FedSAM, {"rho": 0.0}),
+        (fedsam.FedSAM, {"rho": 1.0}),
     ]
     for kind, options in ways:
         p = regression_problem()

@@ -107,7 +107,7 @@ def prepare_clients(settings: dict[str, Any]) -> list[Any]:
 
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "run", lambda config, out, force: seen.append(config))
+        patch.setattr(api, "run", lambda config, out, **rest: seen.append(config))
         api.federate(**settings)
     return prepare(seen[0]).clients
 
@@ -147,10 +147,11 @@ def test_every_method_runs_and_costs_what_it_costs(method: str, world: World, tm
         assert sent.head == 4 * parameters.head
         full = 4 * 4 * 2 * 32 * 4  # four layers, A and B of rank 4, float32
         assert sent.adapter == full if method != "hetlora" else full <= sent.adapter <= 1.5 * full
-    assert (parameters.client > 0) == method.startswith("pf2lora")
+    assert (parameters.client > 0) == (METHODS[method].two_level or method == "ditto")
     served = tmp_path / "run" / ("common" if method == "centralized" else "clients/west")
     rank = json.loads((served / "adapter_config.json").read_text())["r"]
-    assert rank == {"pf2lora": 6, "pf2lora-joint": 6, "hetlora": 6}.get(method, 4)
+    both = {"pf2lora": 6, "pf2lora-joint": 6, "feddpa-t": 8, "feddpa-f": 8}
+    assert rank == (both | {"hetlora": 6}).get(method, 4)
     assert result.methods[method].label
 
 
@@ -237,9 +238,9 @@ def test_a_loss_that_is_no_number_stops_the_run(
     args = ["train", *world.base, "--method", "homlora", "--rounds", 9, "--out", run]
     code, _, err = command_line(monkeypatch, capsys, *args)
     assert code == 2 and err.count("\n") == 1
-    assert "the loss of client 'north' became nan in round 3, local step 2" in err
+    assert "client 'north' is bad in round 3: its loss became nan in local step 2" in err
     assert [line["round"] for line in lines(run)] == [1, 2]
-    assert (run / "config.toml").exists() and not (run / "result.json").exists()
+    assert load_result(run).failed and load_result(run).methods["homlora"].runs == []
 
 
 def test_a_mistake_in_the_last_method_is_said_before_the_first_is_trained(

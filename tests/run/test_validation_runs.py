@@ -20,6 +20,7 @@ from pf2lora.run.comparison import Watcher, compare, prepare, run_together
 from pf2lora.run.config import from_settings
 from pf2lora.run.result import RoundRecord, SeedRun, load_result
 from pf2lora.run.warnings import training_warnings
+from pf2lora.run.watched import Stopper
 
 VALIDATED: dict[str, Any] = {"validation_ratio": 0.2, "client_lr": "auto"}
 OWN_COSTS = ("seconds", "evaluation_seconds", "peak_memory_bytes")  # of a machine, not of the numbers
@@ -119,10 +120,10 @@ def test_every_seed_stops_by_itself(world: World, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_evaluation_that_is_better_begins_the_wait_anew() -> None:
-    stopper = trial.Stopper(2)
+    stopper = Stopper(2)
     losses = [0.9, 0.95, 0.8, 0.8, 0.85]
     assert [stopper.enough(torch.tensor([loss, math.nan])) for loss in losses] == [False] * 4 + [True]
-    never = trial.Stopper(None)
+    never = Stopper(None)
     assert not any(never.enough(torch.tensor([1.0])) for _ in range(50))
 
 

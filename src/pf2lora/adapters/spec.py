@@ -21,7 +21,7 @@ class AdapterSpec:
     """
 
     rank: int = setting(8, "rank r of the common adapter", everyday=True)
-    client_rank: int = setting(2, "rank of the client's own adapter, below --rank", everyday=True)
+    client_rank: int = setting(2, "rank of the client's own adapter, at most --rank", everyday=True)
     scaling: float = setting(1.0, "s, the common adapter's scaling (lora_alpha / r)")
     client_scaling: float = setting(1.0, "the client adapter's scaling")
     dropout: float = setting(0.0, "dropout on the adapters' input")
@@ -37,10 +37,10 @@ class AdapterSpec:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise UserError(f"rank is {self.rank}; it must be at least 1")
-        if not 0 <= self.client_rank < self.rank:
+        if not 0 <= self.client_rank <= self.rank:
             raise UserError(
-                f"client_rank is {self.client_rank} and rank {self.rank}; the client's adapter is the smaller one: "
-                f"0 <= client_rank < rank"
+                f"client_rank is {self.client_rank} and rank {self.rank}; the client's adapter is no larger than the "
+                f"common one: 0 <= client_rank <= rank"
             )
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}; it must lie in [0, 1)")

@@ -9,6 +9,7 @@ import typer
 from pf2lora.cli import data, federation, reproduce, score
 from pf2lora.cli.demo import demo
 from pf2lora.cli.generate import generate
+from pf2lora.cli.methods import methods
 from pf2lora.cli.options import ListCommand
 from pf2lora.cli.predict import predict
 from pf2lora.cli.report import report
@@ -34,6 +35,7 @@ app.command(rich_help_panel="Use a run")(evaluate)
 app.command(rich_help_panel="Use a run")(onboard)
 app.command(rich_help_panel="Use a run")(export)
 app.command(rich_help_panel="Use a run")(report)
+app.command(rich_help_panel="Look")(methods)
 app.add_typer(data.app, name="data", rich_help_panel="Look")
 app.add_typer(score.app, name="score", rich_help_panel="Look")
 

@@ -1,12 +1,11 @@
-"""`pf2lora demo`: every method on real text with a real encoder, with no hub and no data folder."""
+"""`pf2lora demo`: every method of the paper on real text with a real encoder, with no hub and no data folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pf2lora.cli.train import Force, Out, PrintConfig, execute
+from pf2lora.cli.train import Force, Out, PrintConfig, Resume, execute
 from pf2lora.data.embedded import minilm_folder
-from pf2lora.methods import METHODS
 from pf2lora.run.config import Config, from_settings
 from pf2lora.tasks.classification.movie_reviews import MOVIE_REVIEWS
 
@@ -16,7 +15,7 @@ def demo_config() -> Config:
     return from_settings(
         {
             "model": str(minilm_folder()),
-            "method": list(METHODS.own),
+            "method": ["paper"],
             "rounds": 10,
             "steps": 4,
             "batch_size": 8,
@@ -34,6 +33,11 @@ def demo_config() -> Config:
     )
 
 
-def demo(out: Out = Path("runs/demo"), force: Force = False, print_config: PrintConfig = False) -> None:
-    """Compare every method on real text with a real encoder (embedded: needs no hub and no data)."""
-    execute(demo_config(), out, force, print_config)
+def demo(
+    out: Out = Path("runs/demo"),
+    force: Force = False,
+    resume: Resume = False,
+    print_config: PrintConfig = False,
+) -> None:
+    """Compare the paper's methods on real text with a real encoder (embedded: needs no hub and no data)."""
+    execute(demo_config(), out, force, print_config, resume=resume)

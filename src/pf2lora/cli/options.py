@@ -17,8 +17,9 @@ from pf2lora.data.settings import PANELS as DATA_PANELS
 from pf2lora.errors import UserError
 from pf2lora.run import config as configs
 from pf2lora.run.config import Config
-from pf2lora.settings import is_word, settings_of, types_of
+from pf2lora.settings import column_settings, is_word, settings_of, types_of
 from pf2lora.tasks import TASKS
+from pf2lora.tasks.settings import TaskSettings
 
 
 def path_to_write(text: str | Path) -> Path:
@@ -145,6 +146,22 @@ def described(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options that describe data: `command(settings, **its own options)`."""
     names = {*settings_of(configs.TABLES["data"]), *task_choices(), "seed"}
     return with_settings(command, [c for c in choices().values() if c.name in names])
+
+
+def columned(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that reads one more file for a run the options that name its columns: `command(settings, …)`."""
+    names = {name for task in TASKS.own for name in column_settings(TASKS[task])}
+    return with_settings(command, [c for c in task_choices().values() if c.name in names])
+
+
+def with_columns(task: TaskSettings[Any], columns: dict[str, str]) -> TaskSettings[Any]:
+    """The run's task, which reads these columns of a file."""
+    known = column_settings(type(task))
+    for name in columns:
+        if name not in known:
+            flags = ", ".join(f"--{other}" for other in known) or "none"
+            raise UserError(f"--{name} is not for {task.name}, whose columns are named by {flags}")
+    return dataclasses.replace(task, **columns)
 
 
 def with_settings(

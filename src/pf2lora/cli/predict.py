@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from pf2lora.cli.options import WRITTEN
+from pf2lora.cli.options import WRITTEN, columned, with_columns
 from pf2lora.cli.use import ClientName, Device, Json, Method, Run, open_run
 from pf2lora.errors import UserError
 
 
+@columned
 def predict(
+    settings: dict[str, str],
     run: Run,
     texts: Annotated[
         list[str] | None,
@@ -57,7 +59,7 @@ def predict(
     if out is not None:
         check_record_file(out, force)
     loaded = open_run(run, method, device)
-    task, traits = loaded.config.task, loaded.saved.traits
+    task, traits = with_columns(loaded.config.task, settings), loaded.saved.traits
     if is_table and file is not None:
         records = task.read_records(file)
     else:

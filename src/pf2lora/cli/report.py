@@ -37,9 +37,9 @@ def _target(runs: list[Path], out: Path | None) -> Path:
     """Where to write. A file that is not a report of ours is never replaced."""
     from pf2lora.report import GENERATOR
 
-    if out is None and len(runs) == 1:
-        return (runs[0] if runs[0].is_dir() else runs[0].parent) / FILE
-    target = out or Path(FILE)
+    with reading(check_path(runs[0]), "run folder"):
+        one = runs[0] if runs[0].is_dir() else runs[0].parent
+    target = out or (one / FILE if len(runs) == 1 else Path(FILE))
     with reading(check_path(target)):
         if target.is_dir():
             raise UserError(f"{target}: a folder; --out names the file to write, such as {target / FILE}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pf2lora.cli.options import WRITTEN
+from pf2lora.cli.options import WRITTEN, columned, with_columns
 from pf2lora.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N
 Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
 
 
+@columned
 def evaluate(
+    settings: dict[str, str],
     run: Run,
     file: Annotated[Path, typer.Argument(help="A file of labelled rows, as for training.")],
     client: ClientName = None,
@@ -33,7 +36,7 @@ def evaluate(
     from pf2lora.data.loading import read_rows
 
     loaded = open_run(run, method, device)
-    rows = read_rows(loaded.config.task, file, loaded.saved.labels)
+    rows = read_rows(with_columns(loaded.config.task, settings), file, loaded.saved.labels)
     scores = loaded.task.score(loaded.answers(client, rows), rows)
     if as_json:
         typer.echo(json.dumps(scores | {"rows": len(rows)}))
@@ -42,7 +45,9 @@ def evaluate(
     show_scores(loaded, {client or "the common model": scores})
 
 
+@columned
 def onboard(
+    settings: dict[str, str],
     run: Run,
     file: Annotated[Path, typer.Argument(help="The newcomer's labelled rows.")],
     client: Annotated[str, typer.Option("--client", help="The newcomer's name.")],
@@ -54,6 +59,7 @@ def onboard(
 ) -> None:
     """Fit a new client's own adapter on the frozen common one, and add the client to the run."""
     loaded = open_run(run, method, device)
+    loaded = replace(loaded, config=replace(loaded.config, task=with_columns(loaded.config.task, settings)))
     from pf2lora.run.onboarding import onboard as fit_newcomer
 
     found = fit_newcomer(loaded, client, file, rounds)

@@ -32,7 +32,7 @@ class State(NamedTuple):
 
     x: Tensor  # (M, P) each client's copy of the common adapter, and the head
     y: Tensor  # (M, Q) the client's own adapter; never sent
-    opt: Any  # tensors with a leading M: AdamW moments, ranks; never sent
+    opt: Any  # all else it keeps, tensors with a leading M: AdamW moments, ranks, copies of x; never sent
 
 
 class StepStats(NamedTuple):
@@ -72,7 +72,7 @@ def variable(tensor: Tensor) -> Tensor:
 class Surroundings:
     """What a run tells a method that is set up: the common adapter's `layout` and the client's own, the run's rank r,
     how many `clients` there are in all and at which `positions` among them are those at hand (a site of a federation
-    has one), the base model's `precision`, and whether clients have validation rows to choose by."""
+    has one), the base model's `precision`, whether clients have validation rows to choose by, and s and s̃."""
 
     layout: Layout
     rank: int
@@ -81,6 +81,8 @@ class Surroundings:
     precision: str = "float32"
     personal_layout: Layout = NO_LAYOUT
     validated: bool = False
+    scaling: float = 1.0
+    client_scaling: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,20 @@ class Method(ABC):
 
     name: ClassVar[str]
     label: ClassVar[str]
+    # For lists of methods, in words.
+    summary: ClassVar[str] = ""
+    sent_part: ClassVar[str] = "x"
+    personal_part: ClassVar[str] = "nothing"
+    gradients_per_step: ClassVar[str] = "1"
     draws: ClassVar[int] = 1  # batches that one local step needs
     two_level: ClassVar[bool] = False  # has client adapters y
     pooled: ClassVar[bool] = False  # one learner on everybody's data
     federated: ClassVar[bool] = True  # exchanges anything at all
     adapts_before_use: ClassVar[bool] = (
-        False  # `personal` does something: a client steps before it is measured
+        False  # `personal` does something: clients do not use x and y as they are
     )
+    personal_draws: ClassVar[int] = 1  # batches that `personal` needs
+    client_bias: ClassVar[bool | None] = None  # y has a bias per output of the head; None: as the run says
     # Fields that no user sets: they follow from the run.
     derived: ClassVar[frozenset[str]] = frozenset({"layout"})
     # In words, where `set_up` has a default of its own.
@@ -191,8 +200,8 @@ class Method(ABC):
         and (`serving`) before it is used or measured."""
         return s
 
-    def personal(self, F: Loss, s: State, batch: Any) -> tuple[Tensor, Tensor]:
-        """The (x, y) a client is measured with; `batch` is from its training data."""
+    def personal(self, F: Loss, s: State, *batches: Any) -> tuple[Tensor, Tensor]:
+        """The (x, y) a client is measured with; `batches` are from its training data."""
         return s.x, s.y
 
     # --- what it costs --------------------------------------------------------------------------------------
@@ -211,6 +220,10 @@ class Method(ABC):
         """How many numbers of the common adapter, without the head, each client trains."""
         adapter = [e for e in self.layout.entries if e.kind != "head"]
         return [sum(e.truncated_size(rank) for e in adapter) for rank in self.ranks_of(s)]
+
+    def own_numbers(self, personal: Layout) -> int:
+        """How many numbers of a client are its own, beside x; `personal` is the layout of y."""
+        return personal.size
 
 
 def moved(state: State, device: torch.device | str) -> State:

@@ -52,9 +52,11 @@ def load_clients(
         clients = share_out(pooled_files(task, data, seed, notes), task.partition_key, data, seed)
     else:
         clients, test_records = from_files(task, data, seed, notes)
-    if data.limit is not None:
-        clients = [limited(task, client, data.limit, seed) for client in clients]
+    clients = [replace(c, train=limited(task, c.train, data.limit, seed, "limit", c.name)) for c in clients]
     task.check(clients, task.labels(clients) if labels is None else labels, test_records)
+    clients = [
+        replace(c, test=limited(task, c.test, data.test_limit, seed, "test limit", c.name)) for c in clients
+    ]
     if data.validation:
         return with_validation_files(task, clients, data, labels, notes)
     return [with_validation(task, client, data.validation_ratio, seed) for client in clients]
@@ -169,12 +171,11 @@ def pooled_files(task: TaskSettings[Row], data: DataSettings, seed: int, notes: 
     return Pool(rows, test, records, held_out, order)
 
 
-def limited(task: TaskSettings[Row], client: Client[Row], limit: int, seed: int) -> Client[Row]:
-    """At most `limit` training rows."""
-    keys = [task.split_key(row) for row in client.train]
-    return replace(
-        client, train=subsample(client.train, keys, limit, numpy_generator(seed, "limit", client.name))
-    )
+def limited(task: TaskSettings[Row], rows: list[Row], most: int | None, seed: int, *stream: str) -> list[Row]:
+    """At most so many of the rows, with the shares of their labels kept."""
+    if most is None:
+        return rows
+    return subsample(rows, [task.split_key(row) for row in rows], most, numpy_generator(seed, *stream))
 
 
 def with_validation(task: TaskSettings[Row], client: Client[Row], ratio: float, seed: int) -> Client[Row]:

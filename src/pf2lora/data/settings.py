@@ -39,6 +39,7 @@ class DataSettings:
     partition_column: str | None = setting(None, "column for --partition column or groups")
     groups: tuple[str, ...] = setting((), "name=value,value … for --partition groups")
     limit: int | None = setting(None, "at most so many training rows per client")
+    test_limit: int | None = setting(None, "at most so many test rows per client")
 
 
 PANELS = (
@@ -48,6 +49,6 @@ PANELS = (
         ("partition", "num_clients", "heterogeneity", "size_ratio", "dirichlet_alpha", "partition_column"),
         SHARING,
     )
-    | dict.fromkeys(("groups", "limit"), SHARING)
+    | dict.fromkeys(("groups", "limit", "test_limit"), SHARING)
 )
 """Under which heading `--help` shows each of them."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -12,13 +13,10 @@ from torch import Tensor
 
 from pf2lora.core.method import Judge, Loss, Method, State, StepStats, moved, over_tensors, put, take
 from pf2lora.core.randomness import participants
+from pf2lora.engines.bad_clients import UpdateLedger, change, check_enough, lost, without
 from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.stepper import PlainStepper, Stepper, make_stepper
 from pf2lora.errors import UserError
-
-
-class NonFiniteLoss(UserError):
-    """A client's loss stopped being a number."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,9 @@ class Schedule:
 
     `participation` is the seeded fraction of clients per round, `weighting` averages "uniform" or by "size" of the
     training data, `clients_per_pass` bounds memory and changes no number. A run with several `seeds` is as many
-    federations of the same clients side by side, which share passes and nothing else.
+    federations of the same clients side by side, which share passes and nothing else. `max_bad` clients may be left
+    out of a federation's round as bad ones (None: half of its participants); `compare_updates` off, nobody is judged
+    by the others' updates.
     """
 
     rounds: int
@@ -36,6 +36,8 @@ class Schedule:
     weighting: str = "uniform"
     clients_per_pass: int | None = None
     seeds: tuple[int, ...] = (0,)
+    max_bad: int | None = None
+    compare_updates: bool = True
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps"):
@@ -73,11 +75,12 @@ class After(NamedTuple):
 
     number: int = 0  # the round
     steps_done: tuple[int, ...] = ()  # by each learner; empty: none yet
+    largest: tuple[float, ...] = ()  # each learner's largest update (`UpdateLedger`); empty: none yet
 
 
 class Round(NamedTuple):
     """What a round did, for all learners (the clients of every seed, seed by seed). `before` has x and y after the
-    local steps, `served` the state after the average came back.
+    local steps, `served` the state after the average came back. Who was `left_out` as a bad client is no participant.
 
     Both are the engine's own, which the next round writes over (a thousand clients' states are not copied for
     nothing); who needs them longer asks for `kept()`.
@@ -90,6 +93,7 @@ class Round(NamedTuple):
     served: State
     common: Tensor  # (seeds, shared) the servers' answers
     seconds: float
+    left_out: Mapping[int, str] = MappingProxyType({})  # with the reason
     after: After = After()
 
     def kept(self) -> Round:
@@ -120,7 +124,7 @@ def local_steps(
     A site of a federation calls this with one client, the local engine with as many as it trains at once.
     """
     step = stepper or PlainStepper(F)
-    collected = []
+    first, collected = state, []
     for i in range(steps):
         batches = [
             source.draw(clients, [(done + i) * method.draws + d for done in first_step])
@@ -130,9 +134,7 @@ def local_steps(
         collected.append(stats)
         on_step(Step(method, len(clients), tuple(batch.length for batch in batches)))
     losses = torch.stack([r.loss for r in collected])
-    # A step's loss is taken before it moves: a last step to where no numbers are shows in the state alone.
-    lost = ~(torch.isfinite(state.x).all(1) & torch.isfinite(state.y).all(1))
-    losses[-1] = losses[-1].masked_fill(lost, torch.nan)
+    losses[-1] = losses[-1].masked_fill(lost(first, state), torch.nan)
     shares = [r.second_order for r in collected if r.second_order is not None]
     return step.keep(state), StepStats(losses, torch.stack(shares) if shares else None)
 
@@ -157,17 +159,6 @@ def joined(collected: Sequence[StepStats], order: Sequence[int]) -> StepStats:
         torch.full_like(r.loss, torch.nan) if r.second_order is None else r.second_order for r in collected
     ]
     return StepStats(losses, torch.cat(shares, dim=1)[:, list(order)].cpu())
-
-
-def check_finite(losses: Tensor, names: Sequence[str], round_number: int) -> None:
-    """Stop a run whose loss is no number any more; one look at the device per round."""
-    bad = (~torch.isfinite(losses)).nonzero()
-    if len(bad):
-        step, client = (int(i) for i in bad[0])
-        raise NonFiniteLoss(
-            f"the loss of client {names[client]!r} became {losses[step, client].item()} in round {round_number}, "
-            f"local step {step + 1}; a smaller lr or client_lr usually helps"
-        )
 
 
 def train(
@@ -195,11 +186,13 @@ def train(
         raise UserError("a run needs at least one client, and every client at least one training row")
     clients = learners // len(seeds)
     per_pass = schedule.clients_per_pass or learners
+    after = after or After()
+    ledger = UpdateLedger(learners, clients, compare=schedule.compare_updates, largest=after.largest)
+    first = state
     home = torch.device(device if per_pass >= learners else "cpu")  # waiting clients stay off the device
     state = over_tensors(lambda t: t.to(home, copy=True), state)
     served = state
     stepper = make_stepper(F, device, graphs=graphs)
-    after = after or After()
     steps_done = list(after.steps_done) or [0] * learners
     for number in range(after.number + 1, schedule.rounds + 1):
         started = time.perf_counter()
@@ -209,12 +202,12 @@ def train(
             for s, seed in enumerate(seeds)
         ]
         chosen = [i for federation in federations for i in federation]
-        collected, order = [], list[int]()
+        collected, order, bad = [], list[int](), dict[int, str]()
         for variants_for_round, together in passes(method, state, chosen, per_pass):
             part = moved(take(state, together), device)
             if method.resizes and judges is not None and number > 1:
                 part = method.resize(part, judges(together))
-            part, stats = local_steps(
+            trained, stats = local_steps(
                 variants_for_round,
                 F,
                 part,
@@ -225,12 +218,25 @@ def train(
                 on_step,
                 stepper,
             )
-            put(state, together, part)
+            bad |= ledger.judge(together, stats.loss, change(part, trained))
+            good = [column for column, i in enumerate(together) if i not in bad]
+            if good:
+                put(state, [together[column] for column in good], take(trained, good))
             collected.append(stats)
             order += together
+        for i in chosen:
+            steps_done[i] += schedule.steps
+        late = (
+            ledger.close()
+        )  # known bad when all have trained, in a federation's first round: nobody has moved yet
+        if late:
+            put(state, list(late), take(first, list(late)))
+            bad |= late
+        check_enough(bad, federations, source.names, number, schedule.max_bad)
+        federations = list(without(federations, bad))
+        chosen = [i for federation in federations for i in federation]
         columns = {i: column for column, i in enumerate(order)}
         stats = joined(collected, [columns[i] for i in chosen])
-        check_finite(stats.loss, [source.names[i] for i in chosen], number)
         leaving = take(state, chosen)
         stays, sent = method.send(leaving)
         common = averages(method, sent, federations, source.sizes, schedule.weighting)
@@ -239,10 +245,9 @@ def train(
             served = over_tensors(torch.clone, state)
             put(served, chosen, stays)
         served = method.receive(served, to_learners(common, clients))
-        for i in chosen:
-            steps_done[i] += schedule.steps
-        after = After(number, tuple(steps_done))
-        yield Round(number, chosen, stats, state, served, common, time.perf_counter() - started, after)
+        after = After(number, tuple(steps_done), tuple(ledger.largest))
+        left_out, seconds = dict(sorted(bad.items())), time.perf_counter() - started
+        yield Round(number, chosen, stats, state, served, common, seconds, left_out, after)
 
 
 def averages(

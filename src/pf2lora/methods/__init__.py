@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pf2lora.registry import Registry
@@ -17,8 +18,40 @@ METHODS: Registry[Method] = Registry(
         "homlora": "pf2lora.methods.homlora:HomLoRA",
         "per-fedavg": "pf2lora.methods.per_fedavg:PerFedAvg",
         "hetlora": "pf2lora.methods.hetlora:HetLoRA",
+        "homlora-ft": "pf2lora.methods.homlora_ft:HomLoRAFT",
+        "homlora-bias": "pf2lora.methods.homlora_bias:HomLoRABias",
+        "ditto": "pf2lora.methods.ditto:Ditto",
+        "feddpa-t": "pf2lora.methods.feddpa:FedDPAT",
+        "feddpa-f": "pf2lora.methods.feddpa:FedDPAF",
+        "fedprox": "pf2lora.methods.fedprox:FedProx",
         "centralized": "pf2lora.methods.centralized:Centralized",
         "local": "pf2lora.methods.local:Local",
     },
     "pf2lora.core.method:Method",
+    other_names={
+        "fedavg": "homlora",
+        "fedit": "homlora",
+        "fedavg-ft": "homlora-ft",
+        "fedper": "homlora with --head personal",
+        "fedrep": "homlora with --head personal",
+        "feddpa": "feddpa-t or feddpa-f",
+    },
 )
+
+SETS: dict[str, tuple[str, ...]] = {
+    "paper": ("pf2lora", "pf2lora-joint", "homlora", "per-fedavg", "hetlora", "centralized", "local"),
+    "personal": (
+        *("pf2lora", "pf2lora-joint", "per-fedavg", "homlora-ft", "homlora-bias", "ditto", "feddpa-t"),
+        *("feddpa-f", "local"),
+    ),
+    "aggregation": ("homlora", "hetlora", "fedprox"),
+}
+"""Names for several methods: those of PF2LoRA's paper, those that give each client something of its own, and those that
+differ in how one common adapter is trained and averaged. `all` is every method, installed packages' too."""
+SET_NAMES = (*SETS, "all")
+
+
+def resolved(names: Sequence[str]) -> tuple[str, ...]:
+    """The methods that names and sets of them stand for, each once."""
+    found = (SETS.get(name, tuple(METHODS)) if name in SET_NAMES else (name,) for name in names)
+    return tuple(dict.fromkeys(name for several in found for name in several))

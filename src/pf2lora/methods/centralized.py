@@ -20,6 +20,8 @@ class Centralized(HomLoRA):
 
     name: ClassVar[str] = "centralized"
     label: ClassVar[str] = "Centralized LoRA"
+    summary: ClassVar[str] = "one learner on everybody's data: what federating gives up"
+    sent_part: ClassVar[str] = "the data"
     pooled: ClassVar[bool] = True
     federated: ClassVar[bool] = False
 

@@ -42,6 +42,9 @@ class HetLoRA(Method):
 
     name: ClassVar[str] = "hetlora"
     label: ClassVar[str] = "HETLoRA"
+    summary: ClassVar[str] = "a rank per client, self-pruning, averages weighted by ‖BA‖"
+    sent_part: ClassVar[str] = "x of its rank"
+    personal_part: ClassVar[str] = "its rank"
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "ranks"})
     run_defaults: ClassVar[Mapping[str, str]] = {
         "r_min": "the run's rank",

@@ -14,6 +14,7 @@ class HomLoRA(Method):
 
     name: ClassVar[str] = "homlora"
     label: ClassVar[str] = "HOMLoRA"
+    summary: ClassVar[str] = "FedAvg on one LoRA"
 
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         (batch,) = batches

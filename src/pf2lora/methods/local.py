@@ -17,6 +17,9 @@ class Local(HomLoRA):
 
     name: ClassVar[str] = "local"
     label: ClassVar[str] = "Local"
+    summary: ClassVar[str] = "every client alone: the floor that tells whether federating helps"
+    sent_part: ClassVar[str] = "nothing"
+    personal_part: ClassVar[str] = "all of x"
     federated: ClassVar[bool] = False
 
     def send(self, s: State) -> tuple[State, Tensor]:

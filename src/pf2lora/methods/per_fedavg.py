@@ -27,6 +27,9 @@ class PerFedAvg(Bilevel):
 
     name: ClassVar[str] = "per-fedavg"
     label: ClassVar[str] = "Per-FedAvg-LoRA"
+    summary: ClassVar[str] = "a LoRA that is good after one step on a client's data (second order)"
+    personal_part: ClassVar[str] = "x after one step"
+    gradients_per_step: ClassVar[str] = "3"
     draws: ClassVar[int] = 2
     adapts_before_use: ClassVar[bool] = True
 
@@ -56,7 +59,8 @@ class PerFedAvg(Bilevel):
         x, opt = self.follow(hyper, s)
         return State(x, s.y, opt), StepStats(hyper.loss, hyper.share)
 
-    def personal(self, F: Loss, s: State, batch: Any) -> tuple[Tensor, Tensor]:
+    def personal(self, F: Loss, s: State, *batches: Any) -> tuple[Tensor, Tensor]:
         """x after one SGD step on a batch of the client's own training data."""
+        (batch,) = batches
         x_ = variable(s.x)
         return s.x - self.alpha * gradients(F(x_, s.y, batch), x_)[0], s.y

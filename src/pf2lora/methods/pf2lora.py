@@ -25,6 +25,11 @@ class PF2LoRA(OwnSize, Bilevel):
 
     name: ClassVar[str] = "pf2lora"
     label: ClassVar[str] = "PF2LoRA"
+    summary: ClassVar[str] = (
+        "Algorithm 1: SGD on the own adapter below, AdamW on x by the hypergradient above"
+    )
+    personal_part: ClassVar[str] = "an adapter of rank r̃"
+    gradients_per_step: ClassVar[str] = "3"
     derived: ClassVar[frozenset[str]] = OwnSize.derived | Bilevel.derived
 
     def __post_init__(self) -> None:

@@ -16,6 +16,8 @@ class PF2LoRAJoint(OwnSize):
 
     name: ClassVar[str] = "pf2lora-joint"
     label: ClassVar[str] = "PF2LoRA without bilevel"
+    summary: ClassVar[str] = "the same two adapters without the bilevel step"
+    personal_part: ClassVar[str] = "an adapter of rank r̃"
 
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
         (batch,) = batches

@@ -8,15 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 from pf2lora.report.views import Series, same_clients
-from pf2lora.run.result import POINTS, ROUND_POINTS, SeedRun
+from pf2lora.run.result import POINTS, ROUND_POINTS, Result, SeedRun
 
 RANK_ROUNDS = 40  # rank pictures kept per seed: enough for a slider, and the file stays small
 
 
-def payload(series: list[Series], metric: str) -> dict[str, Any]:
+def payload(runs: list[Result], series: list[Series], metric: str) -> dict[str, Any]:
     """What the page's script draws from: no texts that it does not show, figures with six digits."""
-    first = series[0].result
-    runs = list({id(s.result): s.result for s in series}.values())
+    first = runs[0]
     common = {
         name: asdict(info) for name, info in first.metrics.items() if all(name in r.metrics for r in runs)
     }

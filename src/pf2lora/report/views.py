@@ -48,7 +48,8 @@ def _follow(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def all_series(runs: list[Result], names: list[str]) -> list[Series]:
-    """Every method of every run. A method keeps its colour from run to run; the dashes tell runs apart."""
+    """Every method of every run that has anything to show. A method keeps its colour from run to run; the dashes tell
+    runs apart."""
     methods = list(dict.fromkeys(method for result in runs for method in result.methods))
     return [
         Series(
@@ -60,6 +61,16 @@ def all_series(runs: list[Result], names: list[str]) -> list[Series]:
         )
         for i, (result, name) in enumerate(zip(runs, names))
         for method in result.methods
+        if result.methods[method].runs
+    ]
+
+
+def failed(runs: list[Result], names: list[str]) -> list[str]:
+    """A line for each method that failed."""
+    return [
+        f"{result.methods[method].label}{f' · {name}' if len(runs) > 1 else ''} failed: {why}"
+        for result, name in zip(runs, names)
+        for method, why in result.failed.items()
     ]
 
 
@@ -102,7 +113,7 @@ def _cell(e: Estimate, best: Estimate, metric: Metric, rivals: int) -> Cell:
 def headline(series: list[Series], metric: str) -> list[dict[str, Any]]:
     """The rows of the headline table. Best is marked among rows that were tested on the same clients."""
     groups = [series] if same_clients([s.result for s in series]) else _by_run(series)
-    return [row for group in groups for row in _headline_rows(group, metric)]
+    return [row for group in groups if group for row in _headline_rows(group, metric)]
 
 
 def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
@@ -272,7 +283,8 @@ def parts_present(runs: list[Result]) -> dict[str, bool]:
     seeds = [seed for result in runs for method in result.methods.values() for seed in method.runs]
     rounds = [entry for seed in seeds for entry in seed.rounds]
     return {
-        "clients": same_clients(runs),
+        "scores": bool(seeds),
+        "clients": bool(seeds) and same_clients(runs),
         "deploy": any(seed.choices for seed in seeds),
         "validation": any(client.validation for result in runs for client in result.clients),
         "ranks": any(entry.ranks for entry in rounds),
@@ -284,4 +296,6 @@ def parts_present(runs: list[Result]) -> dict[str, bool]:
 def seed_counts(series: list[Series]) -> str:
     """`3`, or `1 to 3` where methods have different numbers of seeds."""
     counts = sorted({len(s.seeds) for s in series})
+    if not counts:
+        return "none"
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from pf2lora.atomic import make_folder, write_json
-from pf2lora.engines.local import NonFiniteLoss
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.reproduce.preset import Run
 from pf2lora.run.comparison import Watcher, compare, prepare
-from pf2lora.run.config import Config, to_dict
+from pf2lora.run.config import Config, difference, from_dict, to_dict
 from pf2lora.run.result import FILE, ExampleRecord, Result, load_result
 from pf2lora.run.workload import Workload
 
@@ -80,7 +80,7 @@ def execute(run: Run, folder: Path, tell: Tell, first: Sequence[str] = ()) -> tu
         tell(what)
         try:
             parts.append(compare(one, Watcher(on_note=tell), replace(workload, config=one)))
-        except NonFiniteLoss as error:
+        except Diverged as error:
             diverged.append(f"{what} diverged: {error}")
             tell(diverged[-1])
             continue
@@ -99,20 +99,12 @@ def finished(file: Path, config: Config) -> Result | None:
     if not file.is_file():
         return None
     result = load_result(file)
-    if other := difference(result.config, to_dict(config)):
+    before = to_dict(from_dict(result.config, str(file)))  # settings newer than the file have their default
+    if other := difference(before, to_dict(config)):
         raise UserError(
             f"{file} is of other settings ({other}): name another folder with --out, or replace it with --force"
         )
     return result
-
-
-def difference(then: Any, now: Any, place: str = "") -> str:
-    """The first setting in which two configs differ, with both values; nothing where they agree."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        keys = [key for key in {**then, **now} if (place, key) not in {("", "output")}]
-        inside = (difference(then.get(k), now.get(k), f"{place}.{k}" if place else k) for k in keys)
-        return next(filter(None, inside), "")
-    return "" if then == now else f"{place} was {then!r} and is {now!r}"
 
 
 def together(parts: Sequence[Result], config: Config, title: str) -> Result:

@@ -8,10 +8,12 @@ from typing import Any
 
 from pf2lora.atomic import write_json, write_text
 from pf2lora.core.method import Method
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
-from pf2lora.run import comparison, folder, trackers
+from pf2lora.run import checkpoints, comparison, folder, resuming, trackers
 from pf2lora.run import config as configs
+from pf2lora.run.checkpoints import Checkpoints
 from pf2lora.run.comparison import Watcher, prepare
 from pf2lora.run.config import Config
 from pf2lora.run.result import Result, RoundRecord
@@ -31,6 +33,7 @@ def federate(
     task: str | type[TaskSettings[Any]] = "classification",
     out: str | Path | None = None,
     force: bool = False,
+    resume: bool = False,
     methods: Mapping[str, Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> Result:
@@ -39,7 +42,9 @@ def federate(
     `method` and `task` are names, `package.module:Class`, or classes of your own. `settings` are the command line's:
     `rounds=50`, `client_lr=0.03`, `text="review"`, `dataset="sst2"`, …; `methods` are those of single methods:
     `{"hetlora": {"penalty": 1e-3}}`. With `out`, the run folder with adapters and report is written there; one that
-    holds another run is only replaced with `force`.
+    holds another run is only replaced with `force`. With `resume`, a run that was interrupted there goes on, and
+    ends as if it had not been; none there begins, and one that has ended is read (docs/resume.md). A method that fails
+    is in the result's `failed`, unless all do: that is an error.
     """
     if out is not None and not str(out).strip():
         raise UserError("federate(): out is empty: name the run folder, or leave it out")
@@ -54,7 +59,17 @@ def federate(
         "methods": methods or {},
     }
     config = configs.from_settings(settings, "federate()")
-    return run(config, Path(out) if out is not None else None, force=force)
+    return run(config, Path(out) if out is not None else None, force=force, resume=resume)
+
+
+class AllFailed(Diverged):
+    """Every method of a run failed; `result` says why."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(
+            "; ".join(f"{result.methods[name].label}: {why}" for name, why in result.failed.items())
+        )
+        self.result = result
 
 
 def run(
@@ -62,19 +77,61 @@ def run(
     out: Path | None,
     *,
     force: bool = False,
+    resume: bool = False,
     on_note: Callable[[str], None] = lambda line: None,
     workload: Workload | None = None,
 ) -> Result:
-    """Run a config; with `out`, into a run folder, line by line as it happens."""
+    """Run a config; with `out`, into a run folder, line by line as it happens. Methods that fail are in the result's
+    `failed`; where all do it is an error, `AllFailed`, once everything is written."""
+    if out is not None:
+        result = run_into(config, out, force=force, resume=resume, on_note=on_note, workload=workload)
+    elif resume:
+        raise UserError("a run without a folder leaves nothing to go on from: give out beside resume")
+    else:
+        watcher = Watcher(on_note=on_note)
+        result = comparison.compare(config, watcher, workload, go_on=not config.training.strict)
+    if len(result.failed) == len(result.methods):
+        raise AllFailed(result)
+    return result
+
+
+def run_into(
+    config: Config,
+    out: Path,
+    *,
+    force: bool,
+    resume: bool,
+    on_note: Callable[[str], None],
+    workload: Workload | None,
+) -> Result:
+    """Run a config into a run folder."""
     from pf2lora import report
 
-    if out is None:
-        return comparison.compare(config, Watcher(on_note=on_note), workload)
-    folder.check_free(out, force=force)
+    if resume and (ended := resuming.ended(config, out, force=force)):
+        on_note(f"the run in {str(out)!r} has ended; nothing is left to do")
+        return ended
+    if not resume:
+        folder.check_free(out, force=force)
     trackers.check(config.output.trackers)
     workload = workload or prepare(config)
-    folder.claim(out, force=force)  # only now: bad input must not cost the run that is there
-    write_text(out / "config.toml", configs.to_toml(config))
+    again = resuming.command(config, out)
+    keeper = Checkpoints(out / checkpoints.FOLDER, workload, out / "metrics.jsonl", on_note, again)
+    if resume and keeper.load():
+        keeper.cut_log()
+    else:
+        folder.claim(out, force=force or resume)  # only now: bad input must not cost the run that is there
+    with resuming.saying_how(again, keeper):
+        write_text(out / "config.toml", configs.to_toml(config))
+        result = watched_run(config, out, workload, keeper, on_note)
+        report.build([result], out / "report.html")
+        keeper.remove()
+    return result
+
+
+def watched_run(
+    config: Config, out: Path, workload: Workload, keeper: Checkpoints, on_note: Callable[[str], None]
+) -> Result:
+    """The run itself: rounds, adapters and results are written as they come."""
     tracking = trackers.start(config.output.trackers, out, configs.to_dict(config), config.output.title)
     asked = {METHODS[name].name: name for name in config.training.method}
 
@@ -87,11 +144,12 @@ def run(
         if seed == config.training.seed:
             folder.save_outcome(out, workload, asked[method], seed, outcome)
 
+    def on_result(result: Result) -> None:
+        write_json(out / "result.json", result.to_dict())
+
     try:
-        result = comparison.compare(config, Watcher(on_round, on_outcome, on_note), workload)
+        watcher = Watcher(on_round, on_outcome, on_note, on_result)
+        return comparison.compare(config, watcher, workload, keeper, go_on=not config.training.strict)
     finally:
         for tracker in tracking:
             tracker.close()
-    write_json(out / "result.json", result.to_dict())
-    report.build([result], out / "report.html")
-    return result

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import gc
-import os
-import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
 
 import torch
 
-import pf2lora
 from pf2lora.core.randomness import participants
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
 from pf2lora.methods.own_size import AUTO, FIXED
 from pf2lora.run import trial as trials
+from pf2lora.run.checkpoints import Checkpoints, Finished
 from pf2lora.run.config import Config, to_dict
+from pf2lora.run.made_with import machine, versions
 from pf2lora.run.progress import track
 from pf2lora.run.result import ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
-from pf2lora.run.set_up import check_methods, method_settings, schedule_of, set_up
+from pf2lora.run.resuming import out_of_memory
+from pf2lora.run.set_up import Trial, check_methods, method_settings, schedule_of, set_up
 from pf2lora.run.trial import Outcome
 from pf2lora.run.workload import Workload, load_workload
 
@@ -33,6 +34,7 @@ class Watcher:
     on_round: Callable[[str, int, RoundRecord], None] = lambda method, seed, record: None
     on_outcome: Callable[[str, int, Outcome], None] = lambda method, seed, outcome: None
     on_note: Callable[[str], None] = lambda line: None
+    on_result: Callable[[Result], None] = lambda result: None  # of the methods that have finished so far
 
 
 def prepare(config: Config) -> Workload:
@@ -63,8 +65,17 @@ def check_validation(config: Config) -> None:
             )
 
 
-def compare(config: Config, watcher: Watcher | None = None, workload: Workload | None = None) -> Result:
-    """Every method with every seed; the result as docs/result.md describes it."""
+def compare(
+    config: Config,
+    watcher: Watcher | None = None,
+    workload: Workload | None = None,
+    keeper: Checkpoints | None = None,
+    *,
+    go_on: bool = False,
+) -> Result:
+    """Every method with every seed; the result as docs/result.md describes it. With a `keeper`, what was done before
+    the run was interrupted is not done again. A method that fails ends the run, unless it is to `go_on`: then the
+    result says why it failed, beside the others."""
     watcher = watcher or Watcher()
     workload = workload or prepare(config)
     methods: dict[str, MethodResult] = {}
@@ -74,14 +85,29 @@ def compare(config: Config, watcher: Watcher | None = None, workload: Workload |
     for asked in config.training.method:
         kind = METHODS[asked]
         methods[kind.name] = MethodResult(kind.label, [])
-        for outcome in run_seeds(workload, asked, watcher):
-            seed = outcome.record.seed
-            methods[kind.name].runs.append(outcome.record)
-            tell_notes(workload, watcher, told)
-            if seed == config.training.seed:
-                add_examples(examples, workload, kind.name, outcome)
-            watcher.on_outcome(kind.name, seed, outcome)
-    return describe(workload, methods, list(examples.values()))
+        try:
+            for found in run_seeds(workload, asked, watcher, keeper):
+                methods[kind.name].runs.append(found.record)
+                tell_notes(workload, watcher, told)
+                if found.record.seed == config.training.seed:
+                    add_examples(examples, workload, kind.name, found)
+        except Exception as error:
+            reason = failure(error, alone=len(config.training.method) == 1)
+            if reason is None or not go_on:
+                raise
+            methods[kind.name] = replace(methods[kind.name], failed=reason)
+            watcher.on_note(f"{kind.label} failed: {reason}")
+        result = describe(workload, methods, list(examples.values()))
+        watcher.on_result(result)
+    return result
+
+
+def failure(error: Exception, *, alone: bool) -> str | None:
+    """Why a method failed, in a line; None for an error that is not of its own making. One that runs `alone` and finds
+    no memory can go on when it is given some."""
+    if isinstance(error, Diverged):
+        return str(error)
+    return "it takes more memory than there is" if out_of_memory(error) and not alone else None
 
 
 def tell_notes(workload: Workload, watcher: Watcher, told: set[str]) -> None:
@@ -104,26 +130,33 @@ def without_validation(workload: Workload) -> list[str]:
 
 
 def add_examples(
-    examples: dict[tuple[int, int], ExampleRecord], workload: Workload, method: str, outcome: Outcome
+    examples: dict[tuple[int, int], ExampleRecord], workload: Workload, method: str, found: Finished
 ) -> None:
     """A method's answers to a few rows of each client, beside those of the other methods."""
-    for k, shown in enumerate(outcome.examples):
+    for k, shown in enumerate(found.examples):
         for i, example in enumerate(shown):
             entry = ExampleRecord(workload.names[k], example.prompt, list(example.references), {})
             examples.setdefault((k, i), entry).outputs[method] = example.output
 
 
-def run_seeds(workload: Workload, asked: str, watcher: Watcher) -> Iterator[Outcome]:
+def run_seeds(
+    workload: Workload, asked: str, watcher: Watcher, keeper: Checkpoints | None = None
+) -> Iterator[Finished]:
     """One method with every seed: as further clients of the same passes, which fill an accelerator better and change no
     number. One after the other where early stopping may end them at different rounds, or where memory ends."""
-    training = workload.config.training
+    training, name = workload.config.training, METHODS[asked].name
     seeds = tuple(range(training.seed, training.seed + training.seeds))
     together = [seeds] if training.patience is None else [(seed,) for seed in seeds]
+    if keeper is not None:
+        yield from (keeper.finished[name, seed] for seed in seeds if (name, seed) in keeper.finished)
+        together = keeper.groups(name, seeds, together=training.patience is None)
     while together:
+        if keeper is not None:
+            keeper.stop_if_asked()
         gc.collect()  # what was tried before, in an error's trace too, must not take memory beside the next
         now = together.pop(0)
         try:
-            found = run_together(workload, asked, now, watcher)
+            found = run_together(workload, asked, now, watcher, keeper)
         except torch.cuda.OutOfMemoryError:
             if len(now) == 1:
                 raise
@@ -132,12 +165,22 @@ def run_seeds(workload: Workload, asked: str, watcher: Watcher) -> Iterator[Outc
             )
             together = [(seed,) for seed in now] + together
             continue
-        yield from found
+        for outcome in found:
+            watcher.on_outcome(name, outcome.record.seed, outcome)
+        if keeper is not None:
+            keeper.finish(name, found)
+        yield from (Finished(outcome.record, outcome.examples) for outcome in found)
         found[0].model.remove()
         del found
 
 
-def run_together(workload: Workload, asked: str, seeds: tuple[int, ...], watcher: Watcher) -> list[Outcome]:
+def run_together(
+    workload: Workload,
+    asked: str,
+    seeds: tuple[int, ...],
+    watcher: Watcher,
+    keeper: Checkpoints | None = None,
+) -> list[Outcome]:
     """One method with some seeds in the same passes, with its progress."""
     training = workload.config.training
     trial = set_up(workload, asked, *seeds)
@@ -153,9 +196,7 @@ def run_together(workload: Workload, asked: str, seeds: tuple[int, ...], watcher
         with track(
             training.rounds * training.steps * learners, f"{method.label}{which}: client steps"
         ) as advance:
-            found = trials.run(
-                trial, lambda seed, record: watcher.on_round(method.name, seed, record), advance
-            )
+            found = trials.run(trial, partial(told_round, watcher, trial, set()), advance, keeper)
     except BaseException:
         trial.model.remove()
         raise
@@ -170,6 +211,20 @@ def run_together(workload: Workload, asked: str, seeds: tuple[int, ...], watcher
         for line in method.findings(trials.second_order_shares(outcome.record.rounds)):
             watcher.on_note(f"{what}: {line}")
     return found
+
+
+def told_round(
+    watcher: Watcher, trial: Trial, told: set[tuple[int, str]], seed: int, record: RoundRecord
+) -> None:
+    """Pass a round's record on, with a line for each client that is left out for the first time."""
+    which = f", seed {seed}" if len(trial.seeds) > 1 else ""
+    for name, why in record.left_out.items():
+        if (seed, name) not in told:
+            told.add((seed, name))
+            watcher.on_note(
+                f"{trial.method.label}{which}: round {record.round} leaves client {name!r} out: {why}"
+            )
+    watcher.on_round(trial.method.name, seed, record)
 
 
 def describe(workload: Workload, methods: dict[str, MethodResult], examples: list[ExampleRecord]) -> Result:
@@ -194,22 +249,3 @@ def describe(workload: Workload, methods: dict[str, MethodResult], examples: lis
         methods=methods,
         examples=examples,
     )
-
-
-def versions() -> dict[str, str]:
-    """What the numbers were made with."""
-    import transformers
-
-    return {
-        "pf2lora": pf2lora.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """Where they were made."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
-    return {"device": str(device), "name": name, "cores": os.cpu_count(), "memory_bytes": memory}

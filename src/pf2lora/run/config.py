@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.data.settings import DataSettings
 from pf2lora.errors import UserError, check_path, reading, shown, unknown
-from pf2lora.methods import METHODS
+from pf2lora.methods import METHODS, SET_NAMES, resolved
 from pf2lora.parsing import read_toml
 from pf2lora.settings import (
     from_table,
@@ -56,7 +56,10 @@ class TrainingSettings:
     """Which methods, how long, and the parameters that they share; one of a method's own is in `[methods.NAME]`."""
 
     method: tuple[str, ...] = setting(
-        ("pf2lora",), f"one or more of {', '.join(METHODS)}, or package.module:Class", everyday=True
+        ("pf2lora",),
+        f"one or more methods ('pf2lora methods' lists them), sets of them ({', '.join(SET_NAMES)}), or "
+        f"package.module:Class",
+        everyday=True,
     )
     rounds: int = setting(20, "communication rounds", everyday=True)
     steps: int = setting(10, "local steps per round", everyday=True)
@@ -83,23 +86,29 @@ class TrainingSettings:
     personal_steps: int | None = setting(
         None, "steps alone that a client may try before it deploys (default: three rounds' worth; 0: none)"
     )
+    max_bad_clients: int | None = setting(
+        None, "bad clients that a round may leave out before the method fails (default: half of its clients)"
+    )
+    strict: bool = setting(False, "stop at the first bad client or failed method")
     seed: int = setting(0, "seed of everything random", everyday=True)
     seeds: int = setting(1, "number of seeds, from --seed on", everyday=True)
 
     def __post_init__(self) -> None:
+        twice = [name for name in self.method if self.method.count(name) > 1]
+        if twice:
+            raise UserError(f"the method {twice[0]!r} is named twice")
+        object.__setattr__(self, "method", resolved(self.method))
         for name in self.method:
             METHODS.check(name)
         if not self.method:
             raise UserError(f"no method is named; choose from {', '.join(METHODS)}")
-        twice = [name for name in self.method if self.method.count(name) > 1]
-        if twice:
-            raise UserError(f"the method {twice[0]!r} is named twice")
         require_positive(self, "rounds", "steps", "batch_size", "seeds", "evaluate_every", "lr", "patience")
         require_not_negative(self, "weight_decay", "seed")
         if self.client_lr != "auto":
             require_not_negative(self, "client_lr")
-        if self.personal_steps is not None:
-            require_not_negative(self, "personal_steps")
+        for name in ("personal_steps", "max_bad_clients"):
+            if getattr(self, name) is not None:
+                require_not_negative(self, name)
         if self.keep not in KEPT:
             raise unknown("round to keep", self.keep, KEPT)
 
@@ -111,6 +120,16 @@ class OutputSettings:
     title: str = setting("", "title of the report")
     out: str = setting("", "the run folder to write (default: runs/ and the command's name)")
     trackers: tuple[str, ...] = setting((), "also log to tensorboard, mlflow or wandb")
+    checkpoint_every: int | None = setting(
+        None,
+        "rounds between checkpoints (default: as often as costs 2% of the time; 0: only when interrupted)",
+    )
+    keep_checkpoints: int = setting(2, "checkpoints that are kept, the last ones, while a run goes on")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "keep_checkpoints")
+        if self.checkpoint_every is not None:
+            require_not_negative(self, "checkpoint_every")
 
 
 @dataclass(frozen=True)
@@ -265,3 +284,25 @@ def to_toml(config: Config) -> str:
     import tomli_w
 
     return tomli_w.dumps(to_dict(config))
+
+
+def difference(then: Any, now: Any, place: str = "") -> str:
+    """The first setting in which two configs differ, with both values; nothing where they agree."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        keys = [key for key in {**then, **now} if (place, key) not in {("", "output")}]
+        inside = (difference(then.get(k), now.get(k), f"{place}.{k}" if place else k) for k in keys)
+        return next(filter(None, inside), "")
+    return "" if then == now else f"{place} was {then!r} and is {now!r}"
+
+
+def to_commented_toml(config: Config) -> str:
+    """The whole config as TOML for people: settings that are left open stand in it too, as comments with their help."""
+    import tomli_w
+
+    parts = []
+    for table, values in to_dict(config).items():
+        known = settings_of(TABLES.get(table, type(config.task))) if table != "methods" else {}
+        left_open = {name: field.metadata["help"] for name, field in known.items() if name not in values}
+        lines = [f"# {name} =  # {text}\n" for name, text in left_open.items()]
+        parts.append(tomli_w.dumps({table: values}) + "".join(lines))
+    return "\n".join(parts)

@@ -24,12 +24,23 @@ BYTES_PER_NUMBER = 4  # x is sent as float32
 def parameters(method: Method, personal: Layout, state: State) -> Parameters:
     """Trainable parameters of a client at the start, the mean over clients."""
     trained = method.trained_numbers(state)
-    return Parameters(sum(trained) / len(trained), personal.size, method.layout.head_size)
+    return Parameters(sum(trained) / len(trained), method.own_numbers(personal), method.layout.head_size)
 
 
-def sent_bytes(method: Method, numbers: Sequence[int]) -> SentBytes:
-    """What a client sends in a round, from how many `numbers` each client sent in each; the head apart."""
-    mean = sum(numbers) / len(numbers) if numbers else 0
+@dataclass
+class Sent:
+    """How many numbers clients sent, and how many times one of them did."""
+
+    total: int = 0
+    times: int = 0
+
+    def add(self, numbers: int) -> None:
+        self.total, self.times = self.total + numbers, self.times + 1
+
+
+def sent_bytes(method: Method, sent: Sent) -> SentBytes:
+    """What a client sends in a round, the mean over rounds and clients; the head apart."""
+    mean = sent.total / sent.times if sent.times else 0
     head = sum(e.size for e in method.layout.shared_entries if e.kind == "head") if mean else 0
     return SentBytes((mean - head) * BYTES_PER_NUMBER, head * BYTES_PER_NUMBER)
 
@@ -58,6 +69,11 @@ class StepLedger:
         """One step of `step.clients` clients."""
         lengths = self.steps.setdefault(step.method, {})
         lengths[step.lengths] = lengths.get(step.lengths, 0) + step.clients
+
+    @property
+    def total(self) -> int:
+        """All client-steps."""
+        return sum(times for lengths in self.steps.values() for times in lengths.values())
 
     def flops(self, F: Loss, source: EncodedSource, state: State, device: torch.device) -> float:
         """The run's operations: those of one client's step are counted for a few lengths, and summed over all.

@@ -41,9 +41,14 @@ class Measured(NamedTuple):
 
 
 def evaluation_rounds(training: TrainingSettings) -> set[int]:
-    """The rounds after which clients are measured: the last always, about ten in all."""
-    every = training.evaluate_every or -(-training.rounds // 10)
-    return {*range(every, training.rounds + 1, every), training.rounds}
+    """The rounds after which clients are measured."""
+    return measured_rounds(training.rounds, training.evaluate_every)
+
+
+def measured_rounds(rounds: int, every: int | None) -> set[int]:
+    """The last always, and each so many; about ten in all where nobody says."""
+    every = every or -(-rounds // 10)
+    return {*range(every, rounds + 1, every), rounds}
 
 
 def models_in_use(trial: Trial, state: State, number: int, *, received: bool = True) -> Models:
@@ -64,8 +69,9 @@ def models_in_use(trial: Trial, state: State, number: int, *, received: bool = T
             part = moved(take(state, together), trial.workload.device)
             if resizes:
                 part = method.resize(part, judge(trial, together, trial.workload.validation), serving=True)
-            batch = trial.source.draw(together, [next_batch] * len(together))
-            found.append([t.to(common.device) for t in method.personal(trial.F, part, batch)])
+            numbers = range(next_batch, next_batch + method.personal_draws)
+            batches = (trial.source.draw(together, [n] * len(together)) for n in numbers)
+            found.append([t.to(common.device) for t in method.personal(trial.F, part, *batches)])
         common, personal = (torch.cat(parts) for parts in zip(*found))
     if method.pooled:
         count = len(trial.workload.clients)

@@ -8,6 +8,8 @@
     clients/NAME/    each client's adapter (common and own in one), a PEFT folder
     state/           x and each client's own y as this package loads them again (safetensors)
 
+    checkpoints/     what an interrupted run goes on from (run/checkpoints.py); gone when it has ended
+
 A run of several methods keeps common/, clients/ and state/ of each under methods/METHOD/ (first seed).
 """
 
@@ -29,6 +31,7 @@ from pf2lora.core.layout import Layout
 from pf2lora.data.files import READERS
 from pf2lora.errors import UserError, check_path, reading
 from pf2lora.methods import METHODS
+from pf2lora.run import checkpoints
 from pf2lora.run.config import Config
 from pf2lora.run.result import RoundRecord
 from pf2lora.run.trial import Outcome
@@ -48,6 +51,7 @@ RUN_FILES = (
     *("config.toml", "metrics.jsonl", "result.json", "report.html", "tensorboard/events.out.tfevents.*"),
     *ADAPTER_FILES,
     *(f"methods/*/{pattern}" for pattern in ADAPTER_FILES),
+    *(f"{checkpoints.FOLDER}/{pattern}" for pattern in checkpoints.FILES),
 )
 
 

@@ -54,7 +54,8 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
         personal_layout=run.model.personal_layout,
         validated=fitting.validation is not None,
     )
-    newcomer = Newcomer.set_up(surroundings, rates | {"client_lr": settings["client_lr"]})
+    own_rate = settings.get("client_lr", run.config.training.client_lr)
+    newcomer = Newcomer.set_up(surroundings, rates | {"client_lr": own_rate})
     alone = Local(run.model.common_layout, **rates)
     own = fitting.fit(newcomer, common, personal)
     alone_common, _ = fitting.fit(

@@ -67,6 +67,8 @@ def set_up(
             config.model.precision,
             model.personal_layout,
             validated=workload.validation is not None,
+            scaling=config.adapter.scaling,
+            client_scaling=config.adapter.client_scaling,
         )
         method = kind.set_up(run, method_settings(config, name))
         schedule = schedule_of(config, *seeds)
@@ -103,7 +105,9 @@ def adapter_spec(config: Config, name: str) -> AdapterSpec:
     ranks = METHODS[name].adapter_ranks(
         config.adapter.rank, config.adapter.client_rank, method_table(config, name)
     )
-    bias = config.adapter.client_bias
+    bias = METHODS[name].client_bias
+    if bias is None:
+        bias = config.adapter.client_bias
     if bias is None:
         bias = method_settings(config, name).get("client_lr") == "auto"
     bias = bias and METHODS[name].two_level
@@ -136,7 +140,8 @@ def batch_source(
 def schedule_of(config: Config, *seeds: int) -> Schedule:
     """The rounds of a run."""
     t = config.training
-    return Schedule(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seeds)
+    most = 0 if t.strict else t.max_bad_clients
+    return Schedule(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seeds, most)
 
 
 def check_methods(workload: Workload) -> None:

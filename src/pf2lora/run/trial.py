@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pf2lora.adapters.two_level import TwoLevelModel
+from pf2lora.core.method import State
 from pf2lora.core.ranks import client_share, learned_ranks
-from pf2lora.engines.local import Round, Step, train
+from pf2lora.engines.local import After, Round, Step, train
 from pf2lora.run import costs
 from pf2lora.run.deploy import PERSONAL, SERVED, Deployment, candidates
 from pf2lora.run.evaluation import (
@@ -29,7 +31,8 @@ from pf2lora.run.evaluation import (
 from pf2lora.run.result import ROUND_POINTS, Numbers, RoundRecord, SeedRun
 from pf2lora.run.set_up import Trial
 from pf2lora.run.validation import sampled_judge
-from pf2lora.run.warnings import Moving, has_a_rate, training_warnings
+from pf2lora.run.warnings import left_out_warnings, training_warnings
+from pf2lora.run.watched import Watched
 from pf2lora.tasks.base import Example
 
 
@@ -46,49 +49,34 @@ class Outcome:
     examples: list[list[Example]]  # a few answers of what each client deploys, for the report
 
 
-@dataclass
-class Watched:
-    """What is noted while a trial goes on, for all its learners."""
+class Keeper(Protocol):
+    """Who keeps what a trial needs to go on (run/checkpoints.py)."""
 
-    rounds: list[list[RoundRecord]]  # by seed
-    steps: costs.StepLedger = field(default_factory=costs.StepLedger)
-    sent: list[list[int]] = field(
-        default_factory=list
-    )  # numbers that each of a round's participants sent, by seed
-    evaluation_seconds: float = 0.0
-    last: dict[str, Measured] = field(default_factory=dict)  # by candidate
-    deployed: Measured | None = None
+    def begun(self, trial: Trial, watched: Watched) -> tuple[State, After] | None:
+        """Where the trial stood when it was interrupted, and `watched` as it was then; None: it was not begun."""
+        ...
 
-
-class Stopper:
-    """Early stopping: when the mean validation loss has not fallen for `patience` evaluations."""
-
-    def __init__(self, patience: int | None) -> None:
-        self.patience, self.best, self.waited = patience, float("inf"), 0
-
-    def enough(self, losses: Tensor) -> bool:
-        mean = float(losses.nanmean())
-        better = mean < self.best
-        self.best, self.waited = (mean, 0) if better else (self.best, self.waited + 1)
-        return self.patience is not None and self.waited >= self.patience
+    def after_round(self, trial: Trial, done: Round, watched: Watched) -> None:
+        """A round is over, and another follows."""
+        ...
 
 
 def run(
     trial: Trial,
     on_round: Callable[[int, RoundRecord], None],
     on_step: Callable[[int], None] = lambda clients: None,
+    keeper: Keeper | None = None,
 ) -> list[Outcome]:
     """Train, and measure as the config says; an outcome for each seed. `on_round` gets each round's records as they
-    happen, with their seeds, `on_step` how many learners did another step."""
-    workload, config, method = trial.workload, trial.workload.config, trial.method
+    happen, with their seeds, `on_step` how many learners did another step. A `keeper` keeps what the trial needs to go
+    on, and knows whether it was begun before."""
+    workload, config = trial.workload, trial.workload.config
     measured_rounds = evaluation_rounds(config.training)
-    watched, moving = (
-        Watched([[] for _ in trial.seeds], sent=[[] for _ in trial.seeds]),
-        Moving(trial.state.y),
-    )
-    deployment = Deployment(trial) if workload.validation is not None else None
-    stopper = Stopper(config.training.patience)
-    watches = has_a_rate(method, trial.model.spec.client_rank)
+    watched = Watched.of(trial)
+    begun = keeper.begun(trial, watched) if keeper else None
+    state, after = begun or (trial.state, None)
+    if begun:
+        on_step(watched.steps.total)
 
     def stepped(step: Step) -> None:
         watched.steps.add(step)
@@ -96,32 +84,30 @@ def run(
 
     costs.start_memory_count(workload.device)
     for done in train(
-        method,
+        trial.method,
         trial.F,
-        trial.state,
+        state,
         trial.source,
         trial.schedule,
         device=workload.device,
         on_step=stepped,
         graphs=config.model.graphs,
-        judges=partial(sampled_judge, trial) if deployment else None,
+        judges=partial(sampled_judge, trial) if watched.deployment else None,
+        after=after,
     ):
         started = time.perf_counter()
-        records, last = round_records(trial, done, measured_rounds, watched, deployment, stopper)
+        records, last = round_records(trial, done, measured_rounds, watched)
         watched.evaluation_seconds += time.perf_counter() - started
-        note_sent(trial, done, watched)
-        if watches:
-            moving.look(done.served.y, done.participants)
+        watched.note(trial, done)
         for seed, own, record in zip(trial.seeds, watched.rounds, records):
             own.append(record)
             on_round(seed, record)
         if last:
             break
-    memory = costs.peak_memory(
-        workload.device
-    )  # before operations are counted, which takes memory of its own
-    still = moving.still if watches else []
-    return outcomes(trial, done, watched, deployment, still, memory)
+        if keeper is not None:
+            keeper.after_round(trial, done, watched)
+    # Before operations are counted, which takes memory of its own.
+    return outcomes(trial, done, watched, watched.peak_memory(trial))
 
 
 def round_records(
@@ -129,8 +115,6 @@ def round_records(
     done: Round,
     measured_rounds: set[int],
     watched: Watched,
-    deployment: Deployment | None,
-    stopper: Stopper,
 ) -> tuple[list[RoundRecord], bool]:
     """A round as result.json and metrics.jsonl hold it, for each seed; and whether it is the last."""
     records = [plain_record(trial, done, s) for s in range(len(trial.seeds))]
@@ -140,11 +124,12 @@ def round_records(
     served = models_in_use(trial, done.served, done.number)
     offered = dict(candidates(trial, done, served))
     losses: Numbers | None = None
+    deployment = watched.deployment
     if deployment is not None:
         common = common_vectors(trial, done) if trial.method.federated or trial.method.pooled else None
         found = deployment.look(done, offered, common)
         losses = finite_numbers(found.tolist())
-        last = last or stopper.enough(found)
+        last = last or watched.stopper.enough(found)
     watched.last = {
         name: measure(trial, models, final=last) for name, models in offered.items() if name in ROUND_POINTS
     }
@@ -179,12 +164,13 @@ def own_slice(trial: Trial, s: int) -> slice:
 
 def plain_record(trial: Trial, done: Round, s: int) -> RoundRecord:
     """What every round has: its time, shared among the seeds of the pass, and the training's figures."""
-    share = done.stats.second_order
+    share, own = done.stats.second_order, trial.source.clients
     return RoundRecord(
         round=done.number,
         seconds=done.seconds / len(trial.seeds),
         train_loss=per_client(trial, done, done.stats.loss, s),
         second_order_share=None if share is None else per_client(trial, done, share, s),
+        left_out={own[i % len(own)]: why for i, why in done.left_out.items() if i // len(own) == s},
     )
 
 
@@ -219,22 +205,9 @@ def measured_record(
     )
 
 
-def note_sent(trial: Trial, done: Round, watched: Watched) -> None:
-    """How many numbers each participant sent."""
-    numbers, learners = trial.method.sent_numbers(done.served), len(trial.source.clients)
-    for i in done.participants:
-        watched.sent[i // learners].append(numbers[i])
-
-
-def outcomes(
-    trial: Trial,
-    done: Round,
-    watched: Watched,
-    deployment: Deployment | None,
-    still: Sequence[bool],
-    memory: int | None,
-) -> list[Outcome]:
+def outcomes(trial: Trial, done: Round, watched: Watched, memory: int | None) -> list[Outcome]:
     """What each seed came to."""
+    deployment = watched.deployment
     shared = trial.method.federated or trial.method.pooled
     common: list[Tensor] | None = list(common_vectors(trial, done)) if shared else None
     if deployment is None:
@@ -246,7 +219,7 @@ def outcomes(
     found = []
     for s in range(len(trial.seeds)):
         own = own_slice(trial, s)
-        record = seed_run(trial, watched, deployment, still, s)
+        record = seed_run(trial, watched, s)
         record = replace(
             record, flops_per_round=flops / len(trial.seeds) / done.number, peak_memory_bytes=memory
         )
@@ -256,17 +229,16 @@ def outcomes(
     return found
 
 
-def seed_run(
-    trial: Trial, watched: Watched, deployment: Deployment | None, still: Sequence[bool], s: int
-) -> SeedRun:
+def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
     """The record of a finished trial with the seed at position `s`."""
     workload, method, own = trial.workload, trial.method, own_slice(trial, s)
+    deployment, moving = watched.deployment, watched.moving
     metrics = workload.task.metrics
     scores = {name: found.of(own).scores for name, found in watched.last.items()}
     candidates = {name: over for name, found in scores.items() if (over := summary(metrics, found))}
     deployed = watched.deployed.of(own).scores if watched.deployed else None
     learners = len(trial.source.clients)
-    still = still[s * learners : (s + 1) * learners]
+    still = moving.still[s * learners : (s + 1) * learners] if moving else []
     return SeedRun(
         seed=trial.seeds[s],
         served=candidates["served"],
@@ -290,8 +262,9 @@ def seed_run(
                 workload.names,
                 watched.rounds[s],
                 still,
-                client_lr=has_a_rate(method, trial.model.spec.client_rank),
+                client_lr=moving is not None,
             ),
+            *left_out_warnings(watched.rounds[s]),
         ],
     )
 

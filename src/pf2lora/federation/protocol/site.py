@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from pf2lora.core.method import State
-from pf2lora.engines.local import NonFiniteLoss, check_finite, local_steps
+from pf2lora.engines.bad_clients import Diverged, UpdateLedger, change, check_enough
+from pf2lora.engines.local import local_steps
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.federation.protocol.checkpoints import Checkpoint, CheckpointFolder
 from pf2lora.federation.protocol.messages import Message, check_tensors, encode, to_flat, to_tensors
@@ -60,10 +61,12 @@ class SiteSession:
         if method.resizes and self.models.validated and number > 1:
             state = method.resize(state, sampled_judge(trial, [0]))
         (variant,) = method.variants_for_round(state)
+        began = state
         state, stats = local_steps(
             variant, trial.F, state, trial.source, [0], [saved.steps], self.steps, stepper=self.stepper
         )
-        check_finite(stats.loss.cpu(), [client], number)
+        bad = UpdateLedger(1, compare=False).judge([0], stats.loss, change(began, state))
+        check_enough(bad, [[0]], [client], number, 0)
         answer |= {"steps": self.steps, "loss": float(stats.loss.sum())}
         if stats.second_order is not None:
             share = float(stats.second_order.sum())
@@ -72,7 +75,7 @@ class SiteSession:
             answer["before"] = self.models.before_averaging(state, number)
         stays, leaves = method.send(state)
         if leaves.numel() and not bool(torch.isfinite(leaves).all()):
-            raise NonFiniteLoss(f"the common adapter of {client!r} became infinite in round {number}")
+            raise Diverged(f"the common adapter of {client!r} became infinite in round {number}")
         unpruned = None if stays is state else state.x
         self.latest = Checkpoint(number, saved.steps + self.steps, stays, unpruned)
         self.folder.save(self.latest)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pf2lora.run.config import TrainingSettings
-from pf2lora.run.trial import Stopper
+from pf2lora.run.watched import Stopper
 
 Answers = Mapping[str, Mapping[str, Any]]
 """The fields of each site's answer in a round."""

@@ -1,4 +1,4 @@
-"""What is compared: the package's methods and three plain ways to make HOMLoRA personal.
+"""What is compared: the package's methods, and two more plain ways to make HOMLoRA personal.
 
 Every variant is tuned alike: its rates, all together, times each of the first `tries` factors.
 """
@@ -55,7 +55,6 @@ class Variant:
         )
 
 
-BIAS = {"client_rank": 0, "client_bias": True, "client_lr": 0.1}  # y is a bias per label and nothing else
 FIRST = (
     Variant("pf2lora", "PF2LoRA", "pf2lora"),
     Variant("homlora", "HOMLoRA", "homlora"),
@@ -64,7 +63,7 @@ FIRST = (
     Variant(
         "homlora-head", "HOMLoRA, personal head", "homlora", {"head": "personal"}, of="homlora", of_head=True
     ),
-    Variant("homlora-bias", "HOMLoRA, bias per client", "pf2lora-joint", BIAS, of="homlora", of_head=True),
+    Variant("homlora-bias", "HOMLoRA, bias per client", "homlora-bias", of="homlora", of_head=True),
     Variant("homlora-alone", "HOMLoRA, then alone", of="homlora", candidate="personal_steps"),
 )
 """What is run on every task before anything else."""

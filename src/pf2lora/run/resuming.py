@@ -1,0 +1,84 @@
+"""A run that was interrupted: whether there is anything left to do, and how to go on, said in one line."""
+
+from __future__ import annotations
+
+import errno
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pf2lora.errors import UserError
+from pf2lora.methods import METHODS
+from pf2lora.run import checkpoints, folder, snapshot
+from pf2lora.run.checkpoints import Checkpoints
+from pf2lora.run.config import Config, difference, from_toml, to_dict
+from pf2lora.run.fingerprint import CannotGoOn
+from pf2lora.run.interruption import Interrupted
+from pf2lora.run.result import FILE, Result, load_result
+
+OUT_OF_MEMORY = ("out of memory", "not enough memory")  # as torch says it, on CUDA and on the host
+
+
+def command(config: Config, out: Path) -> str:
+    """What goes on with the run: its own config has every setting."""
+    name = "train" if len(config.training.method) == 1 else "compare"
+    place = "" if config.output.out == str(out) else f"--out {shlex.quote(str(out))} "
+    return f"pf2lora {name} {shlex.quote(str(out / 'config.toml'))} {place}--resume"
+
+
+def ended(config: Config, out: Path, *, force: bool = False) -> Result | None:
+    """The result of a run that has ended; None where there is something to do, or nothing was begun. CannotGoOn where
+    `out` holds a run of other settings without checkpoints."""
+    if force:
+        raise UserError("--force starts anew and --resume goes on: give one of them")
+    if not folder.run_files(out) or any(snapshot.newest_first(out / checkpoints.FOLDER)):
+        return None
+    result = load_result(out) if (out / FILE).exists() else None
+    begun = result.config if result else to_dict(from_toml(out / "config.toml"))
+    if other := difference(begun, to_dict(config)):
+        raise CannotGoOn(
+            f"the run in {str(out)!r} has no checkpoints, and is of other settings ({other}); --force or another --out "
+            f"starts anew"
+        )
+    names = {METHODS[name].name for name in config.training.method}
+    if result and names != set(result.methods):
+        left = ", ".join(names - set(result.methods))
+        raise CannotGoOn(
+            f"the run in {str(out)!r} has no checkpoints, and has not finished {left}; --force or another --out starts "
+            f"anew"
+        )
+    return result
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory has ended, on the device or on the host."""
+    line = (str(error).splitlines() or [""])[0]
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in line for words in OUT_OF_MEMORY)
+    )
+
+
+@contextmanager
+def saying_how(again: str, keeper: Checkpoints) -> Iterator[None]:
+    """Signals end a round first; and whatever else stops a run, memory, disk or a second Ctrl-C, is one line that says
+    how to go on."""
+    try:
+        with keeper.interruption.listening():
+            yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:
+        raise keeper.stopped("stopped at once") from None
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "the disk is full" if full else f"a file cannot be written ({error.strerror or error})"
+        where = f" at {error.filename}" if error.filename else ""
+        raise UserError(f"{what}{where}; when that is mended, go on with: {again}") from None
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        line = (str(error).splitlines() or ["no memory"])[0]
+        raise UserError(
+            f"out of memory ({line}); --clients-per-pass needs less; go on with: {again}"
+        ) from None
