@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import SETTINGS, Problem, RegressionSource, build, regression_problem
 
-from pf2lora.core.method import Method, State, over_tensors, take
+from pf2lora.core.method import Method, State, Updates, over_tensors, take
 from pf2lora.engines.bad_clients import GROWTH, Change, Diverged, UpdateLedger, change, check_enough, lost
 from pf2lora.engines.batches import Batch
 from pf2lora.engines.local import Round, Schedule, train
@@ -70,11 +70,12 @@ def test_a_bad_client_is_as_one_that_sat_the_round_out(setting: str, clients_per
 
     before = take(one.served, [1])
     assert equal(take(two.before, [1]), before)  # optimizer and ranks too
-    stays, sent = method.send(take(two.before, [0, 2]))
-    common = method.merge(sent, torch.tensor([0.5, 0.5], dtype=torch.float64))
+    stays, sent = method.send(take(two.before, [0, 2]), 2)
+    updates = Updates(sent, torch.tensor([0.5, 0.5], dtype=torch.float64), (0, 2), 2)
+    common, _ = method.merge(updates, one.after.servers[0])
     assert torch.equal(common, two.common[0])
-    assert equal(take(two.served, [1]), method.receive(before, common))
-    assert equal(take(two.served, [0, 2]), method.receive(stays, common))
+    assert equal(take(two.served, [1]), method.receive(before, common, 2))
+    assert equal(take(two.served, [0, 2]), method.receive(stays, common, 2))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -6,12 +6,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pf2lora.core.method import Judge, Loss, Method, State, StepStats, moved, over_tensors, put, take
+from pf2lora.core.method import (
+    Judge,
+    Loss,
+    Method,
+    State,
+    StepStats,
+    Updates,
+    moved,
+    over_tensors,
+    put,
+    take,
+)
 from pf2lora.core.randomness import participants
 from pf2lora.engines.bad_clients import UpdateLedger, change, check_enough, lost, without
 from pf2lora.engines.batches import BatchSource
@@ -70,12 +81,14 @@ def ignore(step: Step) -> None:
 
 class After(NamedTuple):
     """Where a run stands after a round, beside its learners' states: `train` goes on from there as an unbroken one.
-    Batches, dropout and participation follow from seeds and numbers, so nothing of them is kept. What a server keeps
-    between rounds belongs here, too."""
+    Batches, dropout and participation follow from seeds and numbers, so nothing of them is kept."""
 
     number: int = 0  # the round
     steps_done: tuple[int, ...] = ()  # by each learner; empty: none yet
     largest: tuple[float, ...] = ()  # each learner's largest update (`UpdateLedger`); empty: none yet
+    servers: tuple[
+        Any, ...
+    ] = ()  # what each seed's server keeps, (nested tuples of) tensors; empty: nothing yet
 
 
 class Round(NamedTuple):
@@ -91,7 +104,7 @@ class Round(NamedTuple):
     stats: StepStats  # (steps, K) for the K learners that took part
     before: State
     served: State
-    common: Tensor  # (seeds, shared) the servers' answers
+    common: Tensor  # (seeds, n) the servers' answers, or (seeds, clients, n) where they differ by client
     seconds: float
     left_out: Mapping[int, str] = MappingProxyType({})  # with the reason
     after: After = After()
@@ -140,10 +153,10 @@ def local_steps(
 
 
 def passes(
-    method: Method, state: State, clients: Sequence[int], per_pass: int
+    method: Method, state: State, clients: Sequence[int], per_pass: int, number: int
 ) -> Iterator[tuple[Method, list[int]]]:
-    """Who trains together: clients whose rounds are done with the same method, as many at a time as fit."""
-    variants_for_round = method.variants_for_round(state)
+    """Who trains together in round `number`: clients who do it with the same method, as many at a time as fit."""
+    variants_for_round = method.variants_for_round(state, number)
     for kind in dict.fromkeys(variants_for_round[k] for k in clients):
         alike = [k for k in clients if variants_for_round[k] == kind]
         for i in range(0, len(alike), per_pass):
@@ -194,6 +207,8 @@ def train(
     served = state
     stepper = make_stepper(F, device, graphs=graphs)
     steps_done = list(after.steps_done) or [0] * learners
+    servers = over_tensors(lambda t: t.to(home), after.servers)
+    servers = servers or tuple(method.first_server(state.x[:0, 0]) for _ in seeds)
     for number in range(after.number + 1, schedule.rounds + 1):
         started = time.perf_counter()
         over_tensors(lambda own, new: own if own is new else own.copy_(new), state, served)
@@ -203,7 +218,7 @@ def train(
         ]
         chosen = [i for federation in federations for i in federation]
         collected, order, bad = [], list[int](), dict[int, str]()
-        for variants_for_round, together in passes(method, state, chosen, per_pass):
+        for variants_for_round, together in passes(method, state, chosen, per_pass, number):
             part = moved(take(state, together), device)
             if method.resizes and judges is not None and number > 1:
                 part = method.resize(part, judges(together))
@@ -238,35 +253,39 @@ def train(
         columns = {i: column for column, i in enumerate(order)}
         stats = joined(collected, [columns[i] for i in chosen])
         leaving = take(state, chosen)
-        stays, sent = method.send(leaving)
-        common = averages(method, sent, federations, source.sizes, schedule.weighting)
+        stays, sent = method.send(leaving, number)
+        updates = by_server(sent, federations, clients, source.sizes, schedule.weighting, number)
+        answers, servers = zip(*(method.merge(own, server) for own, server in zip(updates, servers)))
+        common = torch.stack(answers)
         served = state
         if stays is not leaving:  # what a method prunes as it sends is not part of `before`
             served = over_tensors(torch.clone, state)
             put(served, chosen, stays)
-        served = method.receive(served, to_learners(common, clients))
-        after = After(number, tuple(steps_done), tuple(ledger.largest))
+        served = method.receive(served, to_learners(common, clients), number)
+        after = After(number, tuple(steps_done), tuple(ledger.largest), servers)
         left_out, seconds = dict(sorted(bad.items())), time.perf_counter() - started
         yield Round(number, chosen, stats, state, served, common, seconds, left_out, after)
 
 
-def averages(
-    method: Method,
+def by_server(
     sent: Tensor,
     federations: Sequence[Sequence[int]],
+    clients: int,
     sizes: Sequence[int],
     weighting: str,
-) -> Tensor:
-    """The server's answer in each federation `(seeds, shared)`; `sent` is what their learners sent, one after the
-    other."""
-    common, start = [], 0
-    for federation in federations:
-        weights = merge_weights([sizes[i] for i in federation], weighting)
-        common.append(method.merge(sent[start : start + len(federation)], weights.to(sent.device)))
+    number: int,
+) -> Iterator[Updates]:
+    """What each federation's server gets; `sent` is what the federations' learners sent, one after the other."""
+    start = 0
+    for s, federation in enumerate(federations):
+        weights = merge_weights([sizes[i] for i in federation], weighting).to(sent.device)
+        positions = tuple(i - s * clients for i in federation)
+        yield Updates(sent[start : start + len(federation)], weights, positions, number)
         start += len(federation)
-    return torch.stack(common)
 
 
 def to_learners(common: Tensor, clients: int) -> Tensor:
-    """Each learner's server's answer `(learners, shared)`: a view where there is one server."""
-    return common.unsqueeze(1).expand(-1, clients, -1).flatten(0, 1)
+    """Each learner's server's answer `(learners, n)`: a view where there is one server with one answer."""
+    if common.dim() == 2:
+        common = common.unsqueeze(1).expand(-1, clients, -1)
+    return common.flatten(0, 1)

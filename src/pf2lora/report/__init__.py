@@ -20,6 +20,7 @@ SCRIPTS = (
     "stats.js",
     "linechart.js",
     "curves.js",
+    "scatter.js",
     "clients.js",
     "choices.js",
     "ranks.js",
@@ -54,6 +55,7 @@ def render(runs: list[Result], names: list[str] | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["grouped"] = views.grouped
     metric = shared_metric(runs)
     names = _distinct(names or [r.title for r in runs])
     series = views.all_series(runs, names)

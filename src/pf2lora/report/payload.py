@@ -7,7 +7,8 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from pf2lora.report.views import Series, same_clients
+from pf2lora.methods import group_of
+from pf2lora.report.views import COLORS, Series, same_clients, total
 from pf2lora.run.result import POINTS, ROUND_POINTS, Result, SeedRun
 
 RANK_ROUNDS = 40  # rank pictures kept per seed: enough for a slider, and the file stays small
@@ -19,6 +20,7 @@ def payload(runs: list[Result], series: list[Series], metric: str) -> dict[str, 
     common = {
         name: asdict(info) for name, info in first.metrics.items() if all(name in r.metrics for r in runs)
     }
+    many = len({s.method for s in series}) > COLORS
     return _rounded(
         {
             "metric": metric,
@@ -30,6 +32,9 @@ def payload(runs: list[Result], series: list[Series], metric: str) -> dict[str, 
                     "label": s.label,
                     "color": s.color,
                     "dash": s.dash,
+                    "group": group_of(s.method) if many else "",
+                    "bytes": total(s.cost("bytes_per_round", "adapter"), s.cost("bytes_per_round", "head")),
+                    "seconds": total(s.cost("seconds")),
                     "runs": [_run_payload(run, list(common)) for run in s.seeds],
                 }
                 for s in series

@@ -178,7 +178,7 @@ def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Mode
     stepper = make_stepper(trial.F, workload.device, graphs=workload.config.model.graphs)
     for i in range(rounds):
         done = (number + i) * schedule.steps
-        for variant, together in passes(trial.method, state, learners, per_pass):
+        for variant, together in passes(trial.method, state, learners, per_pass, number + i + 1):
             part, _ = local_steps(
                 variant,
                 trial.F,

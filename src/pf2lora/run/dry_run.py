@@ -115,8 +115,11 @@ def method_plan(workload: Workload, name: str) -> MethodPlan:
         step = timed_steps(trial)
         evaluation = timed_answers(trial)
         memory = costs.peak_memory(workload.device)
-        numbers = trial.method.sent_numbers(trial.state)
-        sent = costs.sent_bytes(trial.method, costs.Sent(sum(numbers), len(numbers)))
+        sent = costs.Sent()
+        for number in range(1, training.rounds + 1):
+            head = trial.method.leaves(number).head_size
+            for numbers in trial.method.sent_numbers(trial.state, number):
+                sent.add(numbers, head)
         parameters = costs.parameters(trial.method, trial.model.personal_layout, trial.state)
     finally:
         trial.model.remove()
@@ -125,7 +128,7 @@ def method_plan(workload: Workload, name: str) -> MethodPlan:
     return MethodPlan(
         METHODS[name].label,
         parameters,
-        sent,
+        costs.sent_bytes(sent),
         step * share,
         step * share * training.steps * training.rounds,
         evaluation * times,
@@ -139,7 +142,7 @@ def timed_steps(trial: Trial) -> float:
     learners = range(len(trial.source.names))
     per_pass = trial.schedule.clients_per_pass or len(learners)
     total = 0.0
-    for variant, together in passes(trial.method, trial.state, learners, per_pass):
+    for variant, together in passes(trial.method, trial.state, learners, per_pass, 1):
         part = moved(take(trial.state, together), trial.workload.device)
         for steps, counted in ((1, False), (TIMED_STEPS, True)):
             started = time.perf_counter()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pf2lora import atomic
-from pf2lora.core.method import State, over_tensors
+from pf2lora.core.method import State, Tree, over_tensors, tensors_of
 from pf2lora.errors import UserError
 from pf2lora.parsing import read_tensors
 
@@ -84,7 +84,7 @@ class CheckpointFolder:
 
     def save(self, saved: Checkpoint) -> None:
         """Keep the state after a round."""
-        tensors = {str(i): t for i, t in enumerate(leaves(saved.state))}
+        tensors = {str(i): t for i, t in enumerate(tensors_of(saved.state))}
         tensors |= {} if saved.unpruned is None else {"unpruned": saved.unpruned}
         self.write(STATE, saved.round, tensors, {"steps": str(saved.steps)})
 
@@ -97,25 +97,13 @@ class CheckpointFolder:
         """The state after round `number`, on the device of `like`, whose shapes it must have; a StateFolderError if it
         cannot be used."""
         tensors, header = self.read(STATE, number)
-        names = iter([*map(str, range(len(tensors)))])
-
-        def restored(template: Tensor) -> Tensor:
-            piece = tensors.get(next(names, ""))
-            if piece is None or (piece.shape, piece.dtype) != (template.shape, template.dtype):
-                raise StateFolderError(
-                    f"the state {self.path(STATE, number)} belongs to another adapter; use another state folder",
-                    "state",
-                )
-            return piece.to(template.device)
-
-        state, unpruned, steps = over_tensors(restored, like), None, header.get("steps", "")
+        path, steps = self.path(STATE, number), header.get("steps", "")
+        pieces = [tensors[name] for i in range(len(tensors)) if (name := str(i)) in tensors]
+        state, unpruned = restored(like, pieces, path), None
         if "unpruned" in tensors:
-            names = iter(["unpruned"])
-            unpruned = restored(like.x)
+            unpruned = restored(like.x, [tensors["unpruned"]], path)
         if not re.fullmatch(r"[0-9]{1,15}", steps):
-            raise StateFolderError(
-                f"the state {self.path(STATE, number)} is damaged: no number of steps", "state"
-            )
+            raise StateFolderError(f"the state {path} is damaged: it has no number of steps", "state")
         return Checkpoint(number, int(steps), state, unpruned)
 
     # --- files by round -------------------------------------------------------------------------------------
@@ -159,13 +147,12 @@ class CheckpointFolder:
         return self.folder / f"{kind}-{number:06d}.safetensors"
 
 
-def leaves(state: State) -> Iterator[Tensor]:
-    """The tensors of a state, in order."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    over_tensors(note, state)
-    return iter(found)
+def restored(like: Tree, tensors: Sequence[Tensor], file: Path) -> Tree:
+    """Nested tuples as `like`, with the tensors that `tensors_of` gave and `file` held; a StateFolderError if they do
+    not fit."""
+    if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in tensors_of(like)]:
+        raise StateFolderError(
+            f"the state {file} belongs to another adapter; use another state folder", "state"
+        )
+    left = iter(tensors)
+    return over_tensors(lambda template: next(left).to(template.device), like)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pf2lora.atomic import write_json
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.site_models import CHOICE, choice_file
+from pf2lora.parsing import read_json
 from pf2lora.run import costs
 from pf2lora.run import folder as run_folder
 from pf2lora.run.comparison import describe
+from pf2lora.run.decode import decode
 from pf2lora.run.deploy import SERVED
 from pf2lora.run.evaluation import summary
 from pf2lora.run.result import Choice, MethodResult, Numbers, Result, RoundRecord, SeedRun, SentBytes
@@ -31,13 +30,14 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
 
     config, task = workload.config, workload.task
     session = ServerSession(plan, server)
-    final = json.loads((server / "final.json").read_text())
+    final = read_json(server / "final.json")
     trial = set_up(workload, plan.method, config.training.seed)
     record = seed_run(plan, trial, session, final, [folder / plan.name for folder in sites])
     for k, folder in enumerate(sites):
         keep_adapters(folder / plan.name, out, workload.names[k])
     if session.common is not None:
-        whole = torch.cat([session.common, trial.state.x[0].cpu()[trial.model.common_layout.shared :]])
+        start = trial.state.x[:1].cpu()
+        (whole,) = trial.method.common(start, session.common.unsqueeze(0), session.done)
         run_folder.save_common(out, trial.model, whole, task.peft_type, config.model.name)
     run_folder.save_description(out, run_folder.description(workload, plan.method, config.training.seed))
     result = describe(workload, {trial.method.name: MethodResult(trial.method.label, [record])}, [])
@@ -118,18 +118,19 @@ def scores_at(
 def read_choice(state: Path, client: str, last: int) -> Choice:
     """What a site chose to deploy; what it is served after the `last` round, where it had nothing to choose by."""
     file = choice_file(state, client)
-    return Choice(**json.loads(file.read_text())) if file.is_file() else Choice(SERVED, last, None, {})
+    return decode(Choice, read_json(file), str(file)) if file.is_file() else Choice(SERVED, last, None, {})
 
 
 def sent_bytes(plan: Plan, session: ServerSession) -> SentBytes:
-    """What a site sends up in a round, the mean over sites, from the ranks of their last updates."""
+    """What a site sends up in a round, the mean over rounds and sites, from the ranks of their last updates."""
     if session.common is None:
         return SentBytes(0, 0)
-    size, entries = session.dtype.itemsize, session.layout.shared_entries
-    head = size * sum(e.size for e in entries if e.kind == "head")
+    size, method = session.dtype.itemsize, session.known_method
+    sent = [e for number in range(1, session.done + 1) for e in method.leaves(number).entries]
     ranks = [session.ranks.get(site) for site in plan.sites]
-    each = [sum(e.truncated_size(rank) for e in entries if e.kind != "head") for rank in ranks]
-    return SentBytes(size * sum(each) / len(each), head)
+    each = [sum(e.truncated_size(rank) for e in sent if e.kind != "head") for rank in ranks]
+    head = sum(e.size for e in sent if e.kind == "head")
+    return SentBytes(size * sum(each) / len(each) / session.done, size * head / session.done)
 
 
 def left_out(session: ServerSession, clients: Mapping[str, str]) -> list[str]:

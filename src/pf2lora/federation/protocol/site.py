@@ -35,7 +35,7 @@ class SiteSession:
         if kind == "hello":
             return encode({"kind": "hello", "round": number} | self.setup.facts)
         if request.tensors:
-            check_tensors(self.setup.layout, request.tensors, self.dtype)
+            check_tensors(self.setup.method.arrives(number - 1), request.tensors, self.dtype)
         state, saved = self.received(number, request.tensors)
         if kind == "train":
             return self.train(number, state, saved, request.fields)
@@ -43,14 +43,16 @@ class SiteSession:
         return encode({"kind": "scores", "round": number} | look(state, saved, number - 1))
 
     def received(self, number: int, tensors: dict[str, torch.Tensor]) -> tuple[State, Checkpoint]:
-        """The state a round begins with: the site's own of its last round, with the server's common adapter in it."""
+        """The state round `number` begins with: the site's own of its last round, with the server's answer to the round
+        before in it."""
         saved = self.latest
         if saved is None or saved.round >= number:
             saved = self.folder.newest_before(number, self.setup.initial)
         if not tensors:  # before the first average, or a method that sends nothing
             return saved.state, saved
-        common = to_flat(self.setup.layout, tensors).to(saved.state.x)
-        return self.setup.method.receive(saved.state, common), saved
+        method = self.setup.method
+        answer = to_flat(method.arrives(number - 1), tensors).to(saved.state.x)
+        return method.receive(saved.state, answer, number - 1), saved
 
     def train(self, number: int, state: State, saved: Checkpoint, fields: dict[str, Any]) -> bytes:
         """One round's local steps; the state is on disk before the update leaves."""
@@ -60,7 +62,7 @@ class SiteSession:
             answer |= self.models.served(state, saved, number - 1)
         if method.resizes and self.models.validated and number > 1:
             state = method.resize(state, sampled_judge(trial, [0]))
-        (variant,) = method.variants_for_round(state)
+        (variant,) = method.variants_for_round(state, number)
         began = state
         state, stats = local_steps(
             variant, trial.F, state, trial.source, [0], [saved.steps], self.steps, stepper=self.stepper
@@ -73,7 +75,7 @@ class SiteSession:
             answer |= {"second_order": share} if math.isfinite(share) else {}
         if fields.get("measure_before"):
             answer["before"] = self.models.before_averaging(state, number)
-        stays, leaves = method.send(state)
+        stays, leaves = method.send(state, number)
         if leaves.numel() and not bool(torch.isfinite(leaves).all()):
             raise Diverged(f"the common adapter of {client!r} became infinite in round {number}")
         unpruned = None if stays is state else state.x
@@ -82,5 +84,5 @@ class SiteSession:
         tensors = {}
         if leaves.numel():
             (rank,) = method.ranks_of(stays)  # only that part of the common adapter leaves
-            tensors = to_tensors(self.setup.layout, leaves[0], rank, self.dtype)
+            tensors = to_tensors(method.leaves(number), leaves[0], rank, self.dtype)
         return encode(answer, tensors)
