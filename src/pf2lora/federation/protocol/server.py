@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from pf2lora import atomic
@@ -18,7 +17,8 @@ from pf2lora.core.layout import Layout
 from pf2lora.core.method import Method, Updates, tensors_of
 from pf2lora.core.randomness import participants
 from pf2lora.engines.local import merge_weights
-from pf2lora.errors import UserError, one_line
+from pf2lora.errors import UserError
+from pf2lora.federation.protocol import server_checkpoint
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.checkpoints import restored, writing
 from pf2lora.federation.protocol.messages import (
@@ -33,12 +33,11 @@ from pf2lora.federation.protocol.messages import (
 )
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import PROBLEMS
+from pf2lora.federation.protocol.server_checkpoint import Knowledge
 from pf2lora.federation.protocol.stopping import out_of_patience
-from pf2lora.parsing import parse_json, read_tensors, read_text
-from pf2lora.run.decode import decode
+from pf2lora.parsing import read_text
 from pf2lora.run.set_up import merging_method
 
-KEPT = "kept."  # what the names of the method's own tensors begin with, in the server's checkpoint
 # Between a run's beginning and its resumption.
 MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds", "patience")
 
@@ -54,17 +53,6 @@ class RoundRecord(TypedDict):
     stopped: list[str]  # who said that it cannot go on
     bytes: dict[str, int]  # the size of each answer
     scores: dict[str, dict[str, Any]]  # the fields of each answer that was not refused
-
-
-@dataclass(frozen=True)
-class Knowledge:
-    """What the server's checkpoint holds beside tensors. `facts` are what each site said of itself."""
-
-    done: int
-    ranks: dict[str, int | None]
-    records: list[Any]
-    facts: dict[str, dict[str, Any]]
-    time: float
 
 
 class ServerSession:
@@ -267,14 +255,8 @@ class ServerSession:
 
     def save(self) -> None:
         """One file holds everything a later server needs; the previous one stays until this one is whole."""
-        knowledge = asdict(Knowledge(self.done, self.ranks, self.records, self.sites, time.time()))
-        tensors = {"common": self.common} if self.common is not None else {}
-        tensors |= {f"{KEPT}{i}": tensor.contiguous() for i, tensor in enumerate(tensors_of(self.kept))}
-        path = self.folder / f"round-{self.done:06d}.safetensors"
-        with writing(self.folder):
-            atomic.write_bytes(path, save(tensors, metadata={"server": json.dumps(knowledge)}))
-        for old in sorted(self.folder.glob("round-*.safetensors"))[:-2]:
-            old.unlink(missing_ok=True)
+        knowledge = Knowledge(self.done, self.ranks, self.records, self.sites, time.time())
+        server_checkpoint.write(self.folder, knowledge, self.common, tensors_of(self.kept))
 
     def check_same_plan(self) -> None:
         """A name is one run: what makes its numbers may not change when it is resumed. It may go on for longer."""
@@ -295,25 +277,19 @@ class ServerSession:
 
     def resume(self) -> None:
         """Go on after the last finished round, if there is one."""
-        found = sorted(self.folder.glob("round-*.safetensors"))
-        if not found:
+        path = server_checkpoint.newest(self.folder)
+        if path is None:
             return
-        tensors, header = read_tensors(found[-1])
-        self.common = tensors.pop("common", None)
+        knowledge, self.common, kept = server_checkpoint.read(path)
         try:
-            knowledge = decode(Knowledge, parse_json(header["server"]), str(found[-1]))
-            kept = [tensors[f"{KEPT}{i}"] for i in range(len(tensors))]
-            facts = next(iter(knowledge.facts.values()))
-            self.know_method(facts)
+            self.know_method(server_checkpoint.facts_of(knowledge, path))
             if self.common is not None and self.common.shape != (self.layout.shared,):
                 raise ValueError("a common adapter of another size")
-        except (ValueError, KeyError, TypeError, StopIteration, UserError) as error:
-            raise UserError(
-                f"{found[-1]}: damaged ({one_line(error)}); remove it to go on with the round before"
-            ) from None
+        except (Malformed, ValueError, KeyError) as error:
+            raise server_checkpoint.damaged(path, error) from None
         self.done, self.records, self.ranks = knowledge.done, knowledge.records, knowledge.ranks
         self.sites = knowledge.facts
-        self.kept = restored(self.kept, kept, found[-1])
+        self.kept = restored(self.kept, kept, path)
 
 
 class QuorumMissed(UserError):
