@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pf2lora.cli.use import ClientName, Device, Json, Method, Run, open_run
+from pf2lora.cli.use import ClientName, Device, Json, Method, Model, Run, open_run
 from pf2lora.errors import UserError
 from pf2lora.parsing import check_text
 
@@ -28,6 +28,7 @@ def generate(
     ] = None,
     method: Method = None,
     device: Device = "auto",
+    model: Model = None,
     as_json: Json = False,
 ) -> None:
     """Continue prompts with a client's model: one line of output for each prompt."""
@@ -40,7 +41,7 @@ def generate(
         raise UserError("an empty prompt cannot be continued")
     for prompt in wanted:
         check_text(prompt, "the prompts")
-    loaded = open_run(run, method, device)
+    loaded = open_run(run, method, device, model)
     from pf2lora.tasks.generation.task import Generation
 
     task = loaded.task

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from pf2lora.cli.options import WRITTEN, columned, with_columns
-from pf2lora.cli.use import ClientName, Device, Json, Method, Run, open_run
+from pf2lora.cli.use import ClientName, Device, Json, Method, Model, Run, open_run
 from pf2lora.errors import UserError
 
 
@@ -37,6 +37,7 @@ def predict(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the --out file.")] = False,
     method: Method = None,
     device: Device = "auto",
+    model: Model = None,
     as_json: Json = False,
 ) -> None:
     """Answer rows with a client's model: labels with their probabilities, answers to questions, texts."""
@@ -58,7 +59,7 @@ def predict(
         check_text(line, "the texts")
     if out is not None:
         check_record_file(out, force)
-    loaded = open_run(run, method, device)
+    loaded = open_run(run, method, device, model)
     task, traits = with_columns(loaded.config.task, settings), loaded.saved.traits
     if is_table and file is not None:
         records = task.read_records(file)

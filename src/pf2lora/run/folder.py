@@ -123,6 +123,8 @@ class SavedMethod:
     clients: list[str]
     traits: list[str] = field(default_factory=list)  # of the task's rows, such as "pairs"
     shares_one_model: bool = False
+    weights: str = ""  # a digest of the base model's
+    revision: str | None = None  # the base model's on the hub
 
 
 def place(folder: Path, config: Config, method: str) -> Path:
@@ -200,4 +202,6 @@ def description(workload: Workload, asked: str, seed: int) -> SavedMethod:
         workload.names,
         workload.config.task.traits(workload.clients),
         shares_one_model=METHODS[asked].pooled,
+        weights=workload.weights,
+        revision=getattr(workload.base.config, "_commit_hash", None),
     )
