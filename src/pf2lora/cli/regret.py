@@ -9,8 +9,9 @@ import typer
 from typer.core import TyperCommand
 
 from pf2lora.atomic import write_text
-from pf2lora.cli.options import spread_lists
+from pf2lora.cli.options import WRITTEN, spread_lists
 from pf2lora.errors import UserError
+from pf2lora.folder_lock import locked
 
 LISTS = {"--tasks", "--variants", "--read"}
 
@@ -49,7 +50,9 @@ def regret(
     minutes: Annotated[
         float, typer.Option("--minutes", help="Begin no run that would end later than this.")
     ] = float("inf"),
-    out: Annotated[Path, typer.Option("--out", help="Folder of the result.")] = Path("runs/regret"),
+    out: Annotated[Path, typer.Option("--out", help="Folder of the result.", **WRITTEN)] = Path(
+        "runs/regret"
+    ),
     read: Annotated[
         list[Path] | None,
         typer.Option("--read", help="Run nothing: merge these files of finished runs into --out."),
@@ -95,7 +98,8 @@ def regret(
         say(f"left out: {line}")
     todo = order(chosen, choose_variants(variants or []))
     try:
-        failures = execute_all(plan, todo, out, seconds=60 * minutes, say=say)
+        with locked(out):
+            failures = execute_all(plan, todo, out, seconds=60 * minutes, say=say)
     except KeyboardInterrupt:
         say(
             f"stopped; the finished runs are in {out / records.FILE}, and the same command goes on from there"
