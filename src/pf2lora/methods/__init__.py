@@ -28,6 +28,7 @@ METHODS: Registry[Method] = Registry(
         "centralized": "pf2lora.methods.centralized:Centralized",
         "local": "pf2lora.methods.local:Local",
     },
+    "pf2lora.core.method:Method",
     other_names={
         "fedavg": "homlora",
         "fedit": "homlora",
