@@ -171,7 +171,6 @@ def _round(
         "left_out": {},
         "seconds": rng.uniform(2.8, 3.2),
         "train_loss": trained,
-        "left_out": {},
         "validation_loss": [0.7 - 0.5 * progress + 0.05 * max(0, index - rounds / 2) for _ in ease]
         if evaluated
         else None,
