@@ -38,8 +38,10 @@ class Pool(Generic[Row]):
 
 def check_name(name: str, where: str | Path) -> str:
     """A client's name, which must serve as a folder's name: its adapter is written to clients/<name>/."""
-    if name in ("", ".", "..") or any(c in '/\\:*?"<>|' or not c.isprintable() for c in name):
+    if not name or any(c in '/\\:*?"<>|' or not c.isprintable() for c in name):
         raise UserError(f"{where}: {name!r} cannot name a client: it cannot be a folder's name")
+    if name.startswith("."):
+        raise UserError(f"{where}: {name!r} cannot name a client: its folder would be hidden; rename it")
     return name
 
 

@@ -83,7 +83,9 @@ def expand_paths(patterns: Sequence[str | Path]) -> list[Path]:
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            matches = [str(p) for p in path.iterdir() if p.suffix.lower() in READERS]
+            # Hidden files are nobody's data (a glob passes over them, too).
+            there = [p for p in path.iterdir() if not p.name.startswith(".")]
+            matches = [str(p) for p in there if p.suffix.lower() in READERS]
             if not matches:
                 raise UserError(f"{path}: no data file in this folder (known kinds: {', '.join(READERS)})")
         elif path.exists() or not glob.has_magic(str(pattern)):
