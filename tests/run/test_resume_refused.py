@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +137,7 @@ def test_another_device_is_refused_and_other_threads_are_said(
     begun_with = fingerprint.fingerprint
 
     def elsewhere(*args: Any) -> Any:
-        return fingerprint.replace(begun_with(*args), device="cuda")
+        return replace(begun_with(*args), device="cuda")
 
     monkeypatch.setattr("pf2lora.run.checkpoints.fingerprint", elsewhere)
     with pytest.raises(CannotGoOn, match="begun on cpu, and this is cuda"):
@@ -284,11 +286,14 @@ def test_a_checkpoint_of_another_adapter_is_one_line(begun: World, broken: Path)
         tensors, about = snapshot.unpacked(file.read_bytes())
         file.write_bytes(snapshot.packed(tensors | {"1": torch.zeros(1, 3)}, about))
         digest = snapshot.hashlib.sha256(file.read_bytes()).hexdigest()
-        forged(
-            checkpoint / "manifest.json", lambda m: m["files"].update({"clients/south.safetensors": digest})
-        )
+        digests = {"clients/south.safetensors": digest}
+        forged(checkpoint / "manifest.json", partial(with_digests, digests))
     with pytest.raises(CannotGoOn, match="cannot be used: it does not fit this run"):
         go_on(begun, broken)
+
+
+def with_digests(digests: dict[str, str], manifest: dict[str, Any]) -> None:
+    manifest["files"].update(digests)
 
 
 # --- the folder ---------------------------------------------------------------------------------------------

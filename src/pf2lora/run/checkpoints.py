@@ -44,8 +44,11 @@ from pf2lora.tasks.base import Example
 FOLDER = "checkpoints"
 FINISHED = "finished"
 FILES = (  # what may lie in the folder, as patterns
-    *(f"[0-9]*/{name}" for name in (snapshot.MANIFEST, "*.safetensors", "*.json", "clients/*.safetensors")),
-    *(f"{snapshot.ASIDE}/{name}" for name in ("*.safetensors", "*.json", "clients/*.safetensors")),
+    *(
+        f"{folder}/{name}"
+        for folder in ("[0-9]*", snapshot.ASIDE)
+        for name in ("*.json", "*.safetensors", "clients/*.safetensors")
+    ),
     f"{FINISHED}/*.json",
 )
 SHARE = 0.02  # of a run's time that checkpoints may take
