@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
-from pf2lora.engines.local import NonFiniteLoss
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.methods import own_size
 from pf2lora.run.comparison import compare, prepare
 from pf2lora.run.config import from_settings
@@ -159,6 +159,7 @@ def runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "precision": options.precision,
         "hypergradient_mode": "none",
         "evaluate_every": options.every,
+        "strict": True,
         "method": ["pf2lora"],
     }
     if options.rounds:
@@ -180,7 +181,7 @@ def runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 with patch.multiple(own_size, **{"ALPHA": own_size.ALPHA} | values):
                     result = compare(config, workload=replace(workloads[task], config=config))
                 found = finished(result)
-            except NonFiniteLoss as error:
+            except Diverged as error:
                 found = {"broke": str(error)}
             seconds = round(time.monotonic() - started, 1)
             yield {"task": task, "rule": rule, "seconds": seconds} | found

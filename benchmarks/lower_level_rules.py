@@ -89,8 +89,8 @@ class Rule(PF2LoRA):
         s = super().init(x, y)
         return s._replace(opt=Kept(s.opt, self.start(y)))
 
-    def variants_for_round(self, s: State) -> list[Method]:
-        return super().variants_for_round(s._replace(opt=s.opt.above))
+    def variants_for_round(self, s: State, number: int) -> list[Method]:
+        return super().variants_for_round(s._replace(opt=s.opt.above), number)
 
     def lowered(self, y: Tensor, found: Descent) -> tuple[Tensor, Tensor]:
         """y⁺ and the slope, once the step is cut to the longest and D has decayed."""
@@ -283,9 +283,10 @@ class LowerAfter(Rule):
         (fresh,) = after.opt.below
         return after._replace(opt=after.opt._replace(below=(torch.zeros_like(fresh),))), stats
 
-    def receive(self, s: State, common: Tensor) -> State:
+    def receive(self, s: State, answer: Tensor, number: int) -> State:
         (fresh,) = s.opt.below
-        return super().receive(s, common)._replace(opt=s.opt._replace(below=(torch.ones_like(fresh),)))
+        opt = s.opt._replace(below=(torch.ones_like(fresh),))
+        return super().receive(s, answer, number)._replace(opt=opt)
 
     def personal(self, F: Loss, s: State, batch: Any) -> tuple[Tensor, Tensor]:
         return s.x, self.settled(F, s, batch)

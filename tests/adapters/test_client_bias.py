@@ -107,7 +107,7 @@ def test_it_learns_and_stays_at_home() -> None:
     batches = [p.source.draw([0, 1, 2], [i] * 3) for i in range(2)]
     s: State = method.step(p.F, method.init(p.x, p.y), *batches)[0]
     assert (s.y[:, -LABELS:] != p.y[:, -LABELS:]).all()
-    kept, sent = method.send(s)
+    kept, sent = method.send(s, 1)
     assert sent.shape[1] == tiny_problem("roberta").layout.shared
     assert torch.equal(kept.y, s.y) and not torch.isin(s.y[:, -LABELS:], sent).any()
 

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import DebertaV2Config, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from pf2lora.core.method import Method, State
+from pf2lora.core.method import Method, State, Updates
 from pf2lora.core.randomness import participants
 from pf2lora.engines.batches import Batch
 from pf2lora.engines.local import Round, Schedule, train
@@ -42,6 +42,12 @@ def stacked(method: Method, p: Problem, schedule: Schedule) -> list[Round]:
     return [done.kept() for done in train(method, p.F, method.init(p.x, p.y), p.source, schedule)]
 
 
+def averages(method: Method) -> bool:
+    """Whether the method's server does nothing but average."""
+    kind = type(method)
+    return kind.merge is Method.merge and kind.average is Method.average
+
+
 def one_by_one(method: Method, p: Problem, schedule: Schedule) -> tuple[list[State], list[State]]:
     """M separate states of one client each, and a server: the states before the last average and after it."""
     M = len(p.x)
@@ -49,7 +55,7 @@ def one_by_one(method: Method, p: Problem, schedule: Schedule) -> tuple[list[Sta
         replace(method, ranks=(method.ranks[k],)) if isinstance(method, HetLoRA) else method for k in range(M)
     ]
     states = [alone[k].init(p.x[k : k + 1], p.y[k : k + 1]) for k in range(M)]
-    done, before = [0] * M, list(states)
+    done, before, server = [0] * M, list(states), method.first_server(p.x[:0, 0])
     for number in range(1, schedule.rounds + 1):
         chosen, sent, before = (
             participants(schedule.seeds[0], number, M, schedule.participation),
@@ -57,18 +63,20 @@ def one_by_one(method: Method, p: Problem, schedule: Schedule) -> tuple[list[Sta
             list(states),
         )
         for k in chosen:
+            (variant,) = alone[k].variants_for_round(states[k], number)
             for _ in range(schedule.steps):
                 batches = [p.source.draw([k], [done[k] * method.draws + d]) for d in range(method.draws)]
-                states[k], _ = alone[k].step(p.F, states[k], *batches)
+                states[k], _ = variant.step(p.F, states[k], *batches)
                 done[k] += 1
             before[k] = states[k]
-            states[k], leaves = alone[k].send(states[k])
+            states[k], leaves = alone[k].send(states[k], number)
             sent.append(leaves)
         sizes = [p.source.sizes[k] if schedule.weighting == "size" else 1 for k in chosen]
         average = sum((n / sum(sizes) * s[0] for n, s in zip(sizes, sent)), torch.zeros(()))
-        if isinstance(method, HetLoRA):
-            average = method.merge(torch.cat(sent), torch.zeros(len(sent)))
-        states = [alone[k].receive(states[k], average) for k in range(M)]
+        if not averages(method):
+            weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+            average, server = method.merge(Updates(torch.cat(sent), weights, tuple(chosen), number), server)
+        states = [alone[k].receive(states[k], average, number) for k in range(M)]
     return before, states
 
 

@@ -62,6 +62,24 @@ def test_evaluate_gives_what_the_run_measured(
         assert value == (wanted if wanted is None else pytest.approx(wanted, abs=1e-6)), metric
 
 
+@pytest.mark.parametrize("method", list(METHODS))
+def test_plain_peft_gives_what_a_client_is_served(method: str, world: World) -> None:
+    """What the run measured, whatever the method makes of x and y before a client uses them."""
+    loaded = opened(world.root / "all", method)
+    folder = loaded.where / ("common" if loaded.saved.shares_one_model else "clients/south")
+    base = AutoModelForSequenceClassification.from_pretrained(
+        world.model, config=AutoConfig.from_pretrained(folder)
+    )
+    plain = PeftModel.from_pretrained(base, str(folder)).eval()
+    texts = [row.text for row in rows_tested(world.root / "all", "south")]
+    tokens = AutoTokenizer.from_pretrained(world.model)(
+        texts, return_tensors="pt", padding=True, truncation=True, max_length=16
+    )
+    with torch.no_grad():
+        ours = loaded.model(*loaded.client("south"), **tokens).logits
+        torch.testing.assert_close(plain(**tokens).logits, ours, atol=1e-5, rtol=0)
+
+
 def test_predict_agrees_with_evaluate(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -122,11 +122,11 @@ def test_what_is_not_shared_neither_leaves_nor_is_overwritten() -> None:
     shared = p.layout.adapter_size
     method = HomLoRA(Layout(p.layout.entries, shared))
     x = p.x * torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
-    state, sent = method.send(method.init(x, p.y))
+    state, sent = method.send(method.init(x, p.y), 1)
     assert torch.equal(sent, x[:, :shared])
-    common = method.merge(sent, torch.tensor([0.5, 0.25, 0.25]))  # float32 weights, float64 numbers
+    common = method.average(sent, torch.tensor([0.5, 0.25, 0.25]))  # float32 weights, float64 numbers
     torch.testing.assert_close(common, 1.75 * p.x[0, :shared], rtol=1e-15, atol=1e-15)
-    after = method.receive(state, common)
+    after = method.receive(state, common, 1)
     assert torch.equal(after.x[:, :shared], common.expand(3, -1)) and torch.equal(
         after.x[:, shared:], x[:, shared:]
     )
@@ -140,5 +140,5 @@ def test_numbers_sent_and_trained_of_a_method_with_one_rank(head: str) -> None:
     method = HomLoRA(Layout(p.layout.entries, whole if head == "shared" else adapter))
     state = method.init(p.x, p.y)
     assert method.ranks_of(state) == [None] * 3
-    assert method.sent_numbers(state) == [whole if head == "shared" else adapter] * 3
+    assert method.sent_numbers(state, 1) == [whole if head == "shared" else adapter] * 3
     assert method.trained_numbers(state) == [adapter] * 3  # the head is told apart

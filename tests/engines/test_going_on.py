@@ -23,9 +23,9 @@ def test_going_on_after_any_round_changes_no_bit(setting: str, clients_per_pass:
         before = whole[stop - 1]
         rest = train(method, p.F, before.served, p.source, schedule, after=before.after)
         for expected, found in zip(whole[stop:], (done.kept() for done in rest), strict=True):
-            assert (found.number, found.participants, found.after) == (
-                *(expected.number, expected.participants, expected.after),
-            )
+            assert (found.number, found.participants) == (expected.number, expected.participants)
+            assert found.after[:3] == expected.after[:3]
+            over_tensors(same, found.after.servers, expected.after.servers)
             assert torch.equal(found.stats.loss, expected.stats.loss)
             assert torch.equal(found.common, expected.common)
             for state in ("before", "served"):
@@ -53,4 +53,4 @@ def test_before_the_first_round_nothing_is_done() -> None:
     first, *_ = train(
         method, p.F, method.init(p.x, p.y), p.source, Schedule(rounds=2, steps=3), after=After()
     )
-    assert first.after == After(1, (3, 3, 3))
+    assert first.after._replace(largest=()) == After(1, (3, 3, 3), servers=((),))

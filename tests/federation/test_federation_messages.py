@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 from small_federation import SITES, Small, make_plan, make_small
 
-from pf2lora.engines.local import NonFiniteLoss
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UnknownLabel, UserError
 from pf2lora.federation.protocol import messages, site_models
 from pf2lora.federation.protocol.allow_list import read_request
@@ -315,7 +315,7 @@ def test_a_score_that_is_no_number_is_left_out(small: Small, monkeypatch: pytest
     ("error", "code"),
     [
         (StateFolderError("full", "disk-full"), "disk-full"),
-        (NonFiniteLoss("nan"), "loss"),
+        (Diverged("nan"), "loss"),
         (UnknownLabel("'so-so' is unseen"), "labels"),
         (Malformed("no"), "message"),
         (UserError("no such file"), "data"),

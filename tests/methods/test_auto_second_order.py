@@ -115,12 +115,12 @@ def test_a_state_of_one_client_decides_alike() -> None:
     p = regression_problem()
     method = PF2LoRA(p.layout, hypergradient_mode="auto", precision="bfloat16")
     state = run(method, p, rounds=1)[0].served
-    together = method.variants_for_round(state)
+    together = method.variants_for_round(state, 1)
     for k in range(3):
-        (alone,) = method.variants_for_round(over_tensors(torch.clone, take(state, [k])))
+        (alone,) = method.variants_for_round(over_tensors(torch.clone, take(state, [k])), 1)
         assert alone == together[k]
-    assert method.variants_for_round(method.init(p.x, p.y)) == [method] * 3
-    assert PF2LoRA(p.layout).variants_for_round(state) == [PF2LoRA(p.layout)] * 3
+    assert method.variants_for_round(method.init(p.x, p.y), 1) == [method] * 3
+    assert PF2LoRA(p.layout).variants_for_round(state, 1) == [PF2LoRA(p.layout)] * 3
 
 
 @pytest.fixture(scope="module")

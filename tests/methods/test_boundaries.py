@@ -57,7 +57,7 @@ def test_auto_leaves_out_what_is_under_the_roundoff_for_as_long_as_it_was_just_m
     share = torch.tensor([0.999 * roundoff, roundoff, 0.0, 0.0, torch.nan], dtype=torch.float64)
     age = torch.tensor([0.0, 0.0, MEASURED_FOR - 1, MEASURED_FOR, 0.0], dtype=torch.float64)
     watched = state.opt._replace(share=share.unsqueeze(1), age=age.unsqueeze(1))
-    variants = method.variants_for_round(state._replace(opt=watched))
+    variants = method.variants_for_round(state._replace(opt=watched), 1)
     without = replace(method, hypergradient_mode="none")
     assert variants == [without, method, without, method, method]
 
@@ -98,8 +98,8 @@ def test_everything_happens_where_x_is(setting: str) -> None:
     batches = [p.source.draw([0, 1, 2], [i] * 3) for i in range(method.draws)]
     state = method.init(p.x.to("meta"), p.y.to("meta"))
     state, report = method.step(F, state, *batches)
-    state, sent = method.send(state)
-    state = method.receive(state, sent[0])
+    state, sent = method.send(state, 1)
+    state = method.receive(state, sent[0], 1)
     places: set[str] = set()
 
     def note(tensor: Tensor) -> Tensor:

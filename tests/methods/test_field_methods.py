@@ -103,7 +103,7 @@ def test_dittos_copy_by_hand() -> None:
 
 
 def received(method: Any, state: Any, answer: Tensor) -> Any:
-    return method.receive(state, answer)
+    return method.receive(state, answer, 1)
 
 
 def test_the_larger_the_penalty_the_nearer_dittos_copies_are_to_the_average() -> None:

@@ -114,14 +114,14 @@ def drive(method: HetLoRA, p: Problem, rounds: int = 8) -> list[State]:
             state, _ = method.step(p.F, state, p.source.draw(ALL, [number] * 3))
             number += 1
             states.append(state)
-        state, sent = method.send(state)
+        state, sent = method.send(state, 1)
         states.append(state)
         assert torch.equal(sent, state.x)
-        assert method.sent_numbers(state) == [
+        assert method.sent_numbers(state, 1) == [
             sum((B.shape[0] + A.shape[1]) * int(state.opt.rank[k]) for B, A in factors(p, state.x, k)) + 5
             for k in ALL
         ]
-        state = method.receive(state, method.merge(sent, torch.ones(3) / 3))
+        state = method.receive(state, method.average(sent, torch.ones(3) / 3), 1)
         states.append(state)
     return states
 
@@ -148,45 +148,45 @@ def test_a_rank_is_pruned_exactly_when_the_tail_fell_over_the_round(p: Problem) 
     views["w0.B"][0, :, 4:] *= 0.9  # client 0's tail falls (columns 4 and 5 are its last 30%)
     views["w0.B"][1, :, 4:] *= 1.1  # client 1's rises
     views["w0.B"][2, :, :4] *= 0.1  # client 2's stays, the rest falls
-    after, sent = method.send(start._replace(x=p.layout.pack(views)))
+    after, sent = method.send(start._replace(x=p.layout.pack(views)), 1)
     assert after.opt.rank.tolist() == [4, 6, 6]
     assert not beyond(p, sent, [4, 6, 6]).any()
-    stopped, _ = replace(method, r_min=5).send(start._replace(x=p.layout.pack(views)))
+    stopped, _ = replace(method, r_min=5).send(start._replace(x=p.layout.pack(views)), 1)
     assert stopped.opt.rank.tolist() == [5, 6, 6]
 
 
 def test_the_tail_is_measured_from_what_the_round_began_with(p: Problem) -> None:
     method = het(p, ranks=(6, 6, 6))
-    state, sent = method.send(method.init(p.x, p.y))
+    state, sent = method.send(method.init(p.x, p.y), 1)
     assert state.opt.rank.tolist() == [6, 6, 6]  # nothing fell
     state = method.receive(
-        state, 0.5 * sent[0]
+        state, 0.5 * sent[0], 1
     )  # the server's answer is smaller: that is not the client's doing
-    unchanged, _ = method.send(state)
+    unchanged, _ = method.send(state, 1)
     assert unchanged.opt.rank.tolist() == [6, 6, 6]
 
 
 def test_weights_are_the_shares_of_the_dense_products(p: Problem) -> None:
     method = het(p)
-    _, sent = method.send(method.init(p.x * torch.tensor([[1.0], [2.0], [0.5]]).double(), p.y))
+    _, sent = method.send(method.init(p.x * torch.tensor([[1.0], [2.0], [0.5]]).double(), p.y), 1)
     nothing = torch.zeros(())
     norms = [sum(((B @ A).square().sum() for B, A in factors(p, sent, k)), nothing).sqrt() for k in ALL]
     weights = [n / sum(norms) for n in norms]
     assert sum(weights) == pytest.approx(1.0)
     expected = sum(w * row for w, row in zip(weights, sent))
     for sizes in ([1 / 3] * 3, [0.8, 0.1, 0.1]):  # whatever the clients' sizes
-        merged = method.merge(sent, torch.tensor(sizes))
+        merged = method.average(sent, torch.tensor(sizes))
         torch.testing.assert_close(merged, expected, rtol=0, atol=1e-14)
     for how in ("client", "module"):  # a number that all clients agree on comes back: the weights sum to one
         views = p.layout.unpack(sent) | {"head.bias": torch.full((3, 5), 2.5, dtype=sent.dtype)}
-        merged = replace(method, weight_by=how).merge(p.layout.pack(views), torch.ones(3))
+        merged = replace(method, weight_by=how).average(p.layout.pack(views), torch.ones(3))
         torch.testing.assert_close(merged[-5:], torch.full((5,), 2.5, dtype=sent.dtype), rtol=1e-14, atol=0)
 
 
 def test_weights_per_module(p: Problem) -> None:
     method = het(p, weight_by="module")
-    _, sent = method.send(method.init(p.x * torch.tensor([[1.0], [2.0], [0.5]]).double(), p.y))
-    merged = p.layout.unpack(method.merge(sent, torch.ones(3) / 3).unsqueeze(0))
+    _, sent = method.send(method.init(p.x * torch.tensor([[1.0], [2.0], [0.5]]).double(), p.y), 1)
+    merged = p.layout.unpack(method.average(sent, torch.ones(3) / 3).unsqueeze(0))
     all_norms = []
     for i in range(2):
         norms = torch.stack([(B @ A).norm() for B, A in (factors(p, sent, k)[i] for k in ALL)])
@@ -199,7 +199,7 @@ def test_weights_per_module(p: Problem) -> None:
     expected = (client / client.sum()) @ p.layout.unpack(sent)["head.bias"]
     torch.testing.assert_close(merged["head.bias"][0], expected, rtol=0, atol=1e-14)
     assert not torch.allclose(
-        method.merge(sent, torch.ones(3)), replace(method, weight_by="client").merge(sent, torch.ones(3))
+        method.average(sent, torch.ones(3)), replace(method, weight_by="client").average(sent, torch.ones(3))
     )
 
 
@@ -208,13 +208,13 @@ def test_clients_that_learned_nothing_weigh_the_same(p: Problem) -> None:
     views = p.layout.unpack(p.x.clone())
     zero = p.layout.pack({n: torch.zeros_like(v) if n.endswith(".B") else v for n, v in views.items()})
     for how in ("client", "module"):
-        merged = replace(method, weight_by=how).merge(zero, torch.ones(3))
+        merged = replace(method, weight_by=how).average(zero, torch.ones(3))
         torch.testing.assert_close(merged, zero.mean(0), rtol=0, atol=1e-14)
 
 
 def test_a_client_receives_the_common_adapter_cut_to_its_rank(p: Problem) -> None:
     method = het(p)
-    state = method.receive(method.init(p.x, p.y), 3 * p.x[0])
+    state = method.receive(method.init(p.x, p.y), 3 * p.x[0], 1)
     for k, rank in enumerate((2, 4, 6)):
         for (B, A), (B0, A0) in zip(factors(p, state.x, k), factors(p, 3 * p.x, 0)):
             assert torch.equal(B[:, :rank], B0[:, :rank]) and torch.equal(A[:rank], A0[:rank])

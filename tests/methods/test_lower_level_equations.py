@@ -185,7 +185,7 @@ def test_lower_steps_after_the_average() -> None:
     again = walk(plain, p, 1)[-1][0]
     assert torch.equal(method.step(p.F, s, *drawn)[0].y, again.y)  # no average came back yet
     assert torch.equal(method.personal(p.F, s, drawn[0])[1], s.y)
-    back = method.receive(s, s.x[0, : p.layout.shared] + 0.1)
+    back = method.receive(s, s.x[0, : p.layout.shared] + 0.1, 1)
     y = back.y
     for _ in range(3):
         g = lower(p, back._replace(y=y), drawn[0])[1]

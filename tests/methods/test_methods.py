@@ -153,11 +153,11 @@ def test_y_is_untouched_by_send_and_absent_from_what_is_sent(setting: str) -> No
     p = tiny_problem("roberta")
     method = build(setting, p)
     state = run(method, p, rounds=1)[0].before
-    kept, sent = method.send(state)
+    kept, sent = method.send(state, 1)
     assert torch.equal(kept.y, state.y)
     assert sent.shape == (3, p.layout.shared if method.federated else 0)
     assert not torch.isin(state.y[state.y != 0], sent).any()  # no number of y is in the payload
-    after = method.receive(kept, torch.zeros(sent.shape[1], dtype=sent.dtype))
+    after = method.receive(kept, torch.zeros(sent.shape[1], dtype=sent.dtype), 1)
     assert torch.equal(after.y, state.y)
     if setting.startswith("pf2lora"):
         assert (state.y != p.y).any()
@@ -184,7 +184,7 @@ def test_the_head_leaves_only_when_it_is_shared(head: str) -> None:
             same_for_all if head == "shared" else torch.equal(after[name], before[name]) and not same_for_all
         )
     assert (after[p.layout.entries[0].name] == after[p.layout.entries[0].name][:1]).all()
-    assert method.sent_numbers(result.before) == [p.layout.shared] * 3
+    assert method.sent_numbers(result.before, 1) == [p.layout.shared] * 3
 
 
 @pytest.mark.parametrize("setting", ["pf2lora-exact", "pf2lora-joint", "homlora", "per-fedavg"])
@@ -211,7 +211,7 @@ def test_local_never_exchanges() -> None:
     rounds = run(method, p)
     for r in rounds:
         assert torch.equal(r.before.x, r.served.x)
-        assert method.sent_numbers(r.served) == [0, 0, 0]
+        assert method.sent_numbers(r.served, 1) == [0, 0, 0]
     state = method.init(p.x, p.y)  # the same as uninterrupted training
     for i in range(6):
         state, _ = method.step(p.F, state, p.source.draw(ALL, [i] * 3))

@@ -58,6 +58,7 @@ def test_a_newcomer_exchanges_nothing() -> None:
     p = with_a_personal_head()
     method = Newcomer(p.layout)
     state = method.init(p.x, p.y)
-    kept, sent = method.send(state)
-    assert kept is state and sent.shape == (3, 0) and method.sent_numbers(state) == [0, 0, 0]
-    assert method.receive(state, sent[0]) is state
+    kept, sent = method.send(state, 1)
+    assert kept is state and sent.shape == (3, 0) and method.sent_numbers(state, 1) == [0, 0, 0]
+    after = method.receive(state, sent[0], 1)
+    assert all(old is new for old, new in zip(state, after))

@@ -17,8 +17,9 @@ import pf2lora
 from pf2lora.adapters.two_level import factor_entries
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Judge
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.engines.batches import Batch
-from pf2lora.engines.local import NonFiniteLoss, Round, Schedule, train
+from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.methods.own_size import OwnSize
 from pf2lora.methods.pf2lora import PF2LoRA
 from pf2lora.methods.pf2lora_joint import PF2LoRAJoint
@@ -86,7 +87,7 @@ def run(kind: type[OwnSize], client_lr: Any, **options: Any) -> list[Round]:
 def test_a_rate_that_breaks_a_run_and_auto_that_does_not(
     kind: type[OwnSize], options: dict[str, Any], client_lr: float
 ) -> None:
-    with pytest.raises(NonFiniteLoss):
+    with pytest.raises(Diverged):
         run(kind, client_lr, **options)
     rounds = run(kind, "auto", **options)
     first, last = rounds[0].stats.loss[0], rounds[-1].stats.loss.mean(0)
@@ -123,7 +124,7 @@ def test_auto_learns_where_a_rate_is_too_large(world: World) -> None:
     learning = {key: LEARNING[key] for key in ("rounds", "steps", "lr")}
     auto, large = (served(world, "pf2lora", rate, **learning) for rate in ("auto", 30.0))
     assert max(auto[:2]) < 0.45 < 0.6 < min(large)  # the third, to whom good words are bad, takes longer
-    with pytest.raises(NonFiniteLoss):
+    with pytest.raises(Diverged):
         served(world, "pf2lora", 1e30, **learning)
 
 

@@ -187,7 +187,7 @@ def test_long_label_lists_are_summed_as_other() -> None:
 
 def test_the_embedded_data_keeps_few_rank_pictures_with_the_last() -> None:
     result = make_result(clients=2, seeds=1, rounds=200, layers=2)
-    run = payload(all_series([result], ["run"]), "accuracy")["series"][0]["runs"][0]
+    run = payload([typed(result)], all_series([result], ["run"]), "accuracy")["series"][0]["runs"][0]
     kept = [entry["round"] for entry in run["rounds"] if "ranks" in entry]
     assert len(kept) == RANK_ROUNDS and kept[0] == 2 and kept[-1] == 200
     assert len(run["rounds"]) == 200

@@ -10,7 +10,7 @@ import pytest
 from little_world import command_line
 from regret_world import made_up, make_benchmark, together
 
-from pf2lora.engines.local import NonFiniteLoss
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.reproduce.regret import records, runs
 from pf2lora.reproduce.regret.records import Try
@@ -231,7 +231,7 @@ def test_a_variant_that_cannot_be_run_costs_only_itself(
 
     def broken(workload: Any, config: Any) -> Any:
         if config.training.method == ("homlora",):
-            raise NonFiniteLoss("not a number")
+            raise Diverged("not a number")
         if config.training.method == ("hetlora",):
             raise UserError("cannot be")
         return train(workload, config)

@@ -62,7 +62,7 @@ def test_pf2lora_starts_with_orthogonal_products_of_full_rank() -> None:
 def test_hetlora_starts_at_zero_with_the_papers_ranks() -> None:
     learner = hetlora(0, Settings())
     assert learner.start.opt.rank.tolist() == [2, 10]
-    assert sum(learner.method.sent_numbers(learner.start)) == 240
+    assert sum(learner.method.sent_numbers(learner.start, 1)) == 240
     assert learner.weights(learner.start.x, learner.start.y).abs().max() == 0
 
 

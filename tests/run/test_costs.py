@@ -129,7 +129,7 @@ def test_hetloras_parameters_and_bytes_are_means_over_its_ranks() -> None:
     assert method.ranks == (8, 8, 9, 9, 10, 10, 11, 11)
     state = method.init(torch.zeros(8, layout.size), torch.zeros(8, 0))
     assert costs.parameters(method, Layout((), 0), state).common == 350_208
-    sent = costs.sent_bytes(method, costs.Sent(sum(method.sent_numbers(state)), 8))
+    sent = costs.sent_bytes(costs.Sent(sum(method.sent_numbers(state, 1)), 8))
     assert (sent.adapter, sent.head) == (4 * 350_208, 0)
     one = HetLoRA.set_up(Surroundings(layout, rank=8, clients=8, positions=(6,)), {})  # as a site has it
     assert one.ranks == (11,)
@@ -141,8 +141,8 @@ def test_bytes_are_those_of_the_tensors_sent(world: World) -> None:
     sent: list[int] = []
     original = type(one.method).send
 
-    def watched(self: Method, s: Any) -> Any:
-        stays, leaves = original(self, s)
+    def watched(self: Method, s: Any, number: int) -> Any:
+        stays, leaves = original(self, s, number)
         heads = sum(e.size for e in self.layout.shared_entries if e.kind == "head")
         sent.extend(int(row[: len(row) - heads].count_nonzero()) + heads for row in leaves)
         return stays, leaves

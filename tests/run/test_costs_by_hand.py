@@ -40,16 +40,18 @@ def test_parameters_are_means_over_clients_with_y_and_the_head_apart() -> None:
 
 def test_bytes_are_four_for_each_number_with_a_shared_head_apart() -> None:
     shared = HomLoRA(P.layout)
-    assert sent_bytes(shared, Sent(285, 3)) == SentBytes(4 * (95 - HEAD), 4 * HEAD)
+    assert shared.leaves(1).head_size == HEAD
+    assert sent_bytes(Sent(285, 3, 3 * HEAD)) == SentBytes(4 * (95 - HEAD), 4 * HEAD)
     at_home = HomLoRA(Layout(P.layout.entries, P.layout.adapter_size))  # a head of its own does not leave
-    assert at_home.sent_numbers(at_home.init(P.x, P.y)) == [4 * PER_RANK] * 3
-    assert sent_bytes(at_home, Sent(170, 2)) == SentBytes(4 * 85, 0)
+    assert at_home.sent_numbers(at_home.init(P.x, P.y), 1) == [4 * PER_RANK] * 3
+    assert at_home.leaves(1).head_size == Local(P.layout).leaves(1).size == 0
+    assert sent_bytes(Sent(170, 2)) == SentBytes(4 * 85, 0)
     for nothing in (Sent(), Sent(0, 2)):
-        assert sent_bytes(Local(P.layout), nothing) == SentBytes(0, 0)
+        assert sent_bytes(nothing) == SentBytes(0, 0)
     method = HetLoRA(P.layout, ranks=(1, 2, 4))
-    numbers = method.sent_numbers(method.init(P.x, P.y))
+    numbers = method.sent_numbers(method.init(P.x, P.y), 1)
     assert numbers == [PER_RANK * rank + HEAD for rank in (1, 2, 4)]
-    assert sent_bytes(method, Sent(sum(numbers), 3)).adapter == pytest.approx(4 * PER_RANK * 7 / 3)
+    assert sent_bytes(Sent(sum(numbers), 3, 3 * HEAD)).adapter == pytest.approx(4 * PER_RANK * 7 / 3)
 
 
 # ---- operations ----

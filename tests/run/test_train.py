@@ -238,9 +238,9 @@ def test_a_loss_that_is_no_number_stops_the_run(
     args = ["train", *world.base, "--method", "homlora", "--rounds", 9, "--out", run]
     code, _, err = command_line(monkeypatch, capsys, *args)
     assert code == 2 and err.count("\n") == 1
-    assert "the loss of client 'north' became nan in round 3, local step 2" in err
+    assert "client 'north' is bad in round 3: its loss became nan in local step 2" in err
     assert [line["round"] for line in lines(run)] == [1, 2]
-    assert (run / "config.toml").exists() and not (run / "result.json").exists()
+    assert load_result(run).failed and load_result(run).methods["homlora"].runs == []
 
 
 def test_a_mistake_in_the_last_method_is_said_before_the_first_is_trained(

@@ -40,4 +40,4 @@ def demo(
     print_config: PrintConfig = False,
 ) -> None:
     """Compare the paper's methods on real text with a real encoder (embedded: needs no hub and no data)."""
-    execute(demo_config(), out, force, print_config, resume)
+    execute(demo_config(), out, force, print_config, resume=resume)

@@ -64,7 +64,7 @@ def show_note(line: str) -> None:
 def show_result(result: Result, out: Path | None) -> None:
     """The headline table, warnings, and where to look further."""
     about = result.metrics[result.metric]
-    seeds = len(next(iter(result.methods.values())).runs)
+    seeds = max(len(method.runs) for method in result.methods.values())
     several = f", mean ± deviation of {seeds} seeds" if seeds > 1 else ""
     unit = " in %" if about.percent else ""
     console.print(f"\n[bold]{escape(result.title)}[/bold]: {about.label}{unit} over clients{several}")
@@ -75,6 +75,10 @@ def show_result(result: Result, out: Path | None) -> None:
             whose = f"{escape(method.label)} deploys" if len(result.methods) > 1 else "deploy"
             console.print(f"{whose}: {escape(chosen)}")
     for method in result.methods.values():
+        if method.failed is not None:
+            console.print(
+                f"[red]failed[/red] {escape(method.label)}: {escape(method.failed)}", soft_wrap=True
+            )
         show_warnings(method.label, [line for run in method.runs for line in run.warnings])
     if out is not None:
         console.print(f"report: {escape(str(out / 'report.html'))}", soft_wrap=True)
@@ -109,8 +113,8 @@ def score_table(result: Result) -> Table:
             *(shown(name, point) for point in points),
             shown(name, result.point, "worst"),
             *([shown(name, result.point, "spread")] if spread else []),
-            numbers.size(method.runs[0].bytes_per_round.total),
-            f"{sum(run.seconds for run in method.runs):.0f}",
+            numbers.size(method.runs[0].bytes_per_round.total) if method.runs else "–",
+            f"{sum(run.seconds for run in method.runs):.0f}" if method.runs else "failed",
             style="bold" if name == best else None,
         )
     return table

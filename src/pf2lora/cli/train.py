@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from pf2lora.cli.options import configured, read_config
 from pf2lora.errors import UserError
 from pf2lora.methods import SETS
 from pf2lora.run.config import Config, to_commented_toml
+
+if TYPE_CHECKING:
+    from pf2lora.run.result import Result
 
 Out = Annotated[Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday")]
 OutIfGiven = Annotated[
@@ -24,6 +27,9 @@ OutIfGiven = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what it would do and cost, and every problem; train nothing.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder, if one was begun.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the whole config as TOML and stop.")]
 
@@ -36,12 +42,20 @@ def train(
     force: Force = False,
     resume: Resume = False,
     print_config: PrintConfig = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train one method on your clients' files; write adapters, scores and a report."""
     config = read_config(settings, file)
     if len(config.training.method) > 1:
         raise UserError("train takes one method; 'pf2lora compare' takes several")
-    execute(config, out or Path(config.output.out or "runs/train"), force, print_config, resume)
+    execute(
+        config,
+        out or Path(config.output.out or "runs/train"),
+        force,
+        print_config,
+        resume=resume,
+        dry_run=dry_run,
+    )
 
 
 @configured
@@ -52,19 +66,40 @@ def compare(
     force: Force = False,
     resume: Resume = False,
     print_config: PrintConfig = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train several methods (by default those of the paper) on the same clients and seeds, and compare them."""
     config = read_config(settings, file)
     if "method" not in settings and config.training.method == Config().training.method:
         config = replace(config, training=replace(config.training, method=SETS["paper"]))
-    execute(config, out or Path(config.output.out or "runs/compare"), force, print_config, resume)
+    execute(
+        config,
+        out or Path(config.output.out or "runs/compare"),
+        force,
+        print_config,
+        resume=resume,
+        dry_run=dry_run,
+    )
 
 
-def execute(config: Config, out: Path, force: bool, print_config: bool, resume: bool = False) -> None:
+def execute(
+    config: Config,
+    out: Path,
+    force: bool,
+    print_config: bool,
+    *,
+    resume: bool = False,
+    dry_run: bool = False,
+) -> None:
     """Run a config and show what came out."""
     config = replace(config, output=replace(config.output, out=str(out)))
     if print_config:
         typer.echo(to_commented_toml(config), nl=False)
+        return
+    if dry_run:
+        from pf2lora.cli.dry_run import show_dry_run
+
+        show_dry_run(config)
         return
     from pf2lora.cli.show import quiet_libraries, show_clients, show_note, show_result
     from pf2lora.run import api
@@ -80,13 +115,25 @@ def execute(config: Config, out: Path, force: bool, print_config: bool, resume: 
     elif result := ended(config, out, force=force):
         show_note(f"the run in {str(out)!r} has ended; nothing is left to do")
         show_result(result, out)
+        end(result)
         return
     try:
         workload = prepare(config)
         show_clients(workload)
         result = api.run(config, out, force=force, resume=resume, on_note=show_note, workload=workload)
+    except api.AllFailed as error:
+        result = error.result
     except KeyboardInterrupt as stop:
         said = stop if isinstance(stop, Interrupted) else Interrupted("stopped before the training began")
         typer.echo(f"pf2lora: {said}", err=True)
         raise typer.Exit(said.code) from None
     show_result(result, out)
+    end(result)
+
+
+def end(result: Result) -> None:
+    """Where a method failed, a line for each on standard error and exit code 2."""
+    for name, why in result.failed.items():
+        typer.echo(f"pf2lora: {result.methods[name].label} failed: {why}", err=True)
+    if result.failed:
+        raise typer.Exit(2)

@@ -7,8 +7,8 @@ operations whatever the number of layers, and what is sent is one buffer. A mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from math import prod
@@ -43,6 +43,10 @@ class Entry:
             return self.shape
         rows, columns = self.shape
         return (min(rank, rows), columns) if self.kind in ("A", "C") else (rows, min(rank, columns))
+
+    def beside(self, what: str) -> Entry:
+        """Another tensor of the same shape that belongs to this one, as its control variate or its change."""
+        return replace(self, parameter=f"{self.parameter or self.kind}.{what}")
 
     def truncated_size(self, rank: int | None) -> int:
         """How many numbers its first `rank` rows or columns are."""
@@ -87,6 +91,46 @@ class Layout:
     @property
     def shared_entries(self) -> tuple[Entry, ...]:
         return tuple(e for e in self.entries if self.offsets[e.name] < self.shared)
+
+    @cached_property
+    def shared_part(self) -> Layout:
+        """The entries that a client may send, as a layout of their own."""
+        return Layout(self.shared_entries, self.shared)
+
+    def shared_kinds(self, *kinds: Kind) -> Layout:
+        """The entries of some kinds among those that a client may send."""
+        return Layout.of(e for e in self.shared_entries if e.kind in kinds)
+
+    @staticmethod
+    def of(entries: Iterable[Entry]) -> Layout:
+        """A layout of which everything may be sent."""
+        found = tuple(entries)
+        return Layout(found, sum(e.size for e in found))
+
+    def select(self, flat: Tensor, part: Layout) -> Tensor:
+        """The numbers `(M, n)` of the entries in `part`, some of this layout's in its order: a view where they are
+        neighbours."""
+        pieces = [flat[:, start:stop] for start, stop in self.spans(part)]
+        return pieces[0] if len(pieces) == 1 else torch.cat([flat[:, :0], *pieces], dim=1)
+
+    def replaced(self, flat: Tensor, part: Layout, numbers: Tensor) -> Tensor:
+        """`flat (M, P)` with `numbers (M, n)`, or `(n,)` for all, in the place of the entries in `part`."""
+        numbers, pieces, at, used = numbers.expand(len(flat), -1), list[Tensor](), 0, 0
+        for start, stop in self.spans(part):
+            pieces += [flat[:, at:start], numbers[:, used : used + stop - start]]
+            at, used = stop, used + stop - start
+        return torch.cat([*pieces, flat[:, at:]], dim=1) if pieces else flat
+
+    def spans(self, part: Layout) -> list[tuple[int, int]]:
+        """Where the entries of `part` lie in a row of this layout; neighbours are one span."""
+        found = list[tuple[int, int]]()
+        for entry in part.entries:
+            start = self.offsets[entry.name]
+            if found and found[-1][1] == start:
+                found[-1] = found[-1][0], start + entry.size
+            else:
+                found.append((start, start + entry.size))
+        return found
 
     @cached_property
     def runs(self) -> list[tuple[Entry, ...]]:

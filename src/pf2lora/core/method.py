@@ -28,11 +28,20 @@ Tree = TypeVar("Tree")
 
 
 class State(NamedTuple):
-    """What a client has. Only (a part of) `x` is ever sent."""
+    """What a client has. Only (a part of) `x`, and what a method declares beside it, is ever sent."""
 
     x: Tensor  # (M, P) each client's copy of the common adapter, and the head
     y: Tensor  # (M, Q) the client's own adapter; never sent
     opt: Any  # all else it keeps, tensors with a leading M: AdamW moments, ranks, copies of x; never sent
+
+
+class Updates(NamedTuple):
+    """What a server gets at a round's end from the K clients that took part."""
+
+    numbers: Tensor  # (K, n) laid out as the method's `leaves`
+    weights: Tensor  # (K,) they sum to one
+    clients: tuple[int, ...]  # their positions among all of the federation's clients
+    round: int  # from 1
 
 
 class StepStats(NamedTuple):
@@ -49,6 +58,13 @@ def over_tensors(function: Callable[..., Tensor], tree: Tree, *rest: Tree) -> Tr
     assert isinstance(tree, tuple)
     mapped = [over_tensors(function, *leaves) for leaves in zip(tree, *rest)]
     return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)  # type: ignore[return-value]
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of nested tuples, in order."""
+    found: list[Tensor] = []
+    over_tensors(lambda t: found.append(t) or t, tree)  # type: ignore[func-returns-value]
+    return found
 
 
 def gradients(loss: Tensor, *inputs: Tensor, graph: bool = False) -> tuple[Tensor, ...]:
@@ -172,8 +188,8 @@ class Method(ABC):
         """The state before the first step."""
         return State(x, y, no_moments(x))
 
-    def variants_for_round(self, s: State) -> list[Method]:
-        """What each client does its next round with: this, unless its state asks for something else."""
+    def variants_for_round(self, s: State, number: int) -> list[Method]:
+        """What each client does round `number` with: this, unless the round or its state asks for something else."""
         return [self] * s.x.shape[0]
 
     @abstractmethod
@@ -181,19 +197,48 @@ class Method(ABC):
         """One local iteration of every client."""
 
     # --- a round's end --------------------------------------------------------------------------------------
+    # Rounds count from 1. What crosses the network is what `leaves` and `arrives` declare, and nothing else: entries
+    # that `layout` shares, and such as belong to them (`Entry.beside`). y and the optimizer's state are never sent.
 
-    def send(self, s: State) -> tuple[State, Tensor]:
-        """The end of a round: what stays, and what leaves `(M, shared)`."""
-        return s, s.x[:, : self.layout.shared]
+    def leaves(self, number: int) -> Layout:
+        """What a client sends at the end of round `number`."""
+        return self.layout.shared_part if self.federated else NO_LAYOUT
 
-    def merge(self, sent: Tensor, weights: Tensor) -> Tensor:
-        """The server: one common vector from what K clients sent; `weights (K,)` sum to one."""
+    def arrives(self, number: int) -> Layout:
+        """What the server answers after round `number`. Whoever gets it needs none of the earlier answers: some clients
+        were not there."""
+        return self.leaves(number)
+
+    def send(self, s: State, number: int) -> tuple[State, Tensor]:
+        """The end of round `number`: what stays, and what leaves `(M, n)`."""
+        return s, self.layout.select(s.x, self.leaves(number))
+
+    def average(self, sent: Tensor, weights: Tensor) -> Tensor:
+        """One vector `(n,)` from what K clients sent; `weights (K,)` sum to one."""
         return weights.to(sent) @ sent
 
-    def receive(self, s: State, common: Tensor) -> State:
-        """What a client does with the server's answer: `(shared,)`, or one for each client `(M, shared)`."""
-        x = torch.cat([common.expand(s.x.shape[0], -1), s.x[:, self.layout.shared :]], dim=1)
-        return s._replace(x=x)
+    def first_server(self, like: Tensor) -> Any:
+        """What the server keeps between rounds, before the first: (nested tuples of) tensors whose shapes stay, of the
+        dtype and on the device of `like`. Servers know no client's start, nor the base model."""
+        return ()
+
+    def merge(self, sent: Updates, server: Any) -> tuple[Tensor, Any]:
+        """The server: its answer, `(n,)` or one for each of the federation's clients `(clients, n)`, and what it keeps
+        from now on."""
+        return self.average(sent.numbers, sent.weights), server
+
+    def with_answer(self, x: Tensor, answer: Tensor, number: int) -> Tensor:
+        """`x (M, P)` with the server's answer to round `number` in it: `(n,)`, or one for each client `(M, n)`."""
+        return self.layout.replaced(x, self.arrives(number), answer)
+
+    def receive(self, s: State, answer: Tensor, number: int) -> State:
+        """What a client does with the server's answer to round `number`, whether it took part or not."""
+        return s._replace(x=self.with_answer(s.x, answer, number))
+
+    def common(self, start: Tensor, answer: Tensor, number: int) -> Tensor:
+        """What all clients share after round `number`, `(M, P)` for M federations; what stays at home is as in `start
+        (M, P)`, where all began. Where answers differ, `(M, clients, n)`, it is their mean."""
+        return self.with_answer(start, answer.mean(1) if answer.dim() == 3 else answer, number)
 
     def resize(self, s: State, judge: Judge, *, serving: bool = False) -> State:
         """What a client makes of its own state once the answer is in it, by its validation rows: before it trains on,
@@ -211,10 +256,10 @@ class Method(ABC):
         sent. None: all of it."""
         return [None] * s.x.shape[0]
 
-    def sent_numbers(self, s: State) -> list[int]:
-        """How many numbers each client sends at the end of a round."""
-        shared = self.layout.shared_entries if self.federated else ()
-        return [sum(e.truncated_size(rank) for e in shared) for rank in self.ranks_of(s)]
+    def sent_numbers(self, s: State, number: int) -> list[int]:
+        """How many numbers each client sends at the end of round `number`."""
+        leaves = self.leaves(number).entries
+        return [sum(e.truncated_size(rank) for e in leaves) for rank in self.ranks_of(s)]
 
     def trained_numbers(self, s: State) -> list[int]:
         """How many numbers of the common adapter, without the head, each client trains."""

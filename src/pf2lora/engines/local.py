@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pf2lora.core.method import Judge, Loss, Method, State, StepStats, moved, over_tensors, put, take
+from pf2lora.core.method import (
+    Judge,
+    Loss,
+    Method,
+    State,
+    StepStats,
+    Updates,
+    moved,
+    over_tensors,
+    put,
+    take,
+)
 from pf2lora.core.randomness import participants
+from pf2lora.engines.bad_clients import UpdateLedger, change, check_enough, lost, without
 from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.stepper import PlainStepper, Stepper, make_stepper
 from pf2lora.errors import UserError
-
-
-class NonFiniteLoss(UserError):
-    """A client's loss stopped being a number."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,9 @@ class Schedule:
 
     `participation` is the seeded fraction of clients per round, `weighting` averages "uniform" or by "size" of the
     training data, `clients_per_pass` bounds memory and changes no number. A run with several `seeds` is as many
-    federations of the same clients side by side, which share passes and nothing else.
+    federations of the same clients side by side, which share passes and nothing else. `max_bad` clients may be left
+    out of a federation's round as bad ones (None: half of its participants); `compare_updates` off, nobody is judged
+    by the others' updates.
     """
 
     rounds: int
@@ -36,6 +47,8 @@ class Schedule:
     weighting: str = "uniform"
     clients_per_pass: int | None = None
     seeds: tuple[int, ...] = (0,)
+    max_bad: int | None = None
+    compare_updates: bool = True
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps"):
@@ -68,16 +81,19 @@ def ignore(step: Step) -> None:
 
 class After(NamedTuple):
     """Where a run stands after a round, beside its learners' states: `train` goes on from there as an unbroken one.
-    Batches, dropout and participation follow from seeds and numbers, so nothing of them is kept. What a server keeps
-    between rounds belongs here, too."""
+    Batches, dropout and participation follow from seeds and numbers, so nothing of them is kept."""
 
     number: int = 0  # the round
     steps_done: tuple[int, ...] = ()  # by each learner; empty: none yet
+    largest: tuple[float, ...] = ()  # each learner's largest update (`UpdateLedger`); empty: none yet
+    servers: tuple[
+        Any, ...
+    ] = ()  # what each seed's server keeps, (nested tuples of) tensors; empty: nothing yet
 
 
 class Round(NamedTuple):
     """What a round did, for all learners (the clients of every seed, seed by seed). `before` has x and y after the
-    local steps, `served` the state after the average came back.
+    local steps, `served` the state after the average came back. Who was `left_out` as a bad client is no participant.
 
     Both are the engine's own, which the next round writes over (a thousand clients' states are not copied for
     nothing); who needs them longer asks for `kept()`.
@@ -88,8 +104,9 @@ class Round(NamedTuple):
     stats: StepStats  # (steps, K) for the K learners that took part
     before: State
     served: State
-    common: Tensor  # (seeds, shared) the servers' answers
+    common: Tensor  # (seeds, n) the servers' answers, or (seeds, clients, n) where they differ by client
     seconds: float
+    left_out: Mapping[int, str] = MappingProxyType({})  # with the reason
     after: After = After()
 
     def kept(self) -> Round:
@@ -120,7 +137,7 @@ def local_steps(
     A site of a federation calls this with one client, the local engine with as many as it trains at once.
     """
     step = stepper or PlainStepper(F)
-    collected = []
+    first, collected = state, []
     for i in range(steps):
         batches = [
             source.draw(clients, [(done + i) * method.draws + d for done in first_step])
@@ -130,18 +147,16 @@ def local_steps(
         collected.append(stats)
         on_step(Step(method, len(clients), tuple(batch.length for batch in batches)))
     losses = torch.stack([r.loss for r in collected])
-    # A step's loss is taken before it moves: a last step to where no numbers are shows in the state alone.
-    lost = ~(torch.isfinite(state.x).all(1) & torch.isfinite(state.y).all(1))
-    losses[-1] = losses[-1].masked_fill(lost, torch.nan)
+    losses[-1] = losses[-1].masked_fill(lost(first, state), torch.nan)
     shares = [r.second_order for r in collected if r.second_order is not None]
     return step.keep(state), StepStats(losses, torch.stack(shares) if shares else None)
 
 
 def passes(
-    method: Method, state: State, clients: Sequence[int], per_pass: int
+    method: Method, state: State, clients: Sequence[int], per_pass: int, number: int
 ) -> Iterator[tuple[Method, list[int]]]:
-    """Who trains together: clients whose rounds are done with the same method, as many at a time as fit."""
-    variants_for_round = method.variants_for_round(state)
+    """Who trains together in round `number`: clients who do it with the same method, as many at a time as fit."""
+    variants_for_round = method.variants_for_round(state, number)
     for kind in dict.fromkeys(variants_for_round[k] for k in clients):
         alike = [k for k in clients if variants_for_round[k] == kind]
         for i in range(0, len(alike), per_pass):
@@ -157,17 +172,6 @@ def joined(collected: Sequence[StepStats], order: Sequence[int]) -> StepStats:
         torch.full_like(r.loss, torch.nan) if r.second_order is None else r.second_order for r in collected
     ]
     return StepStats(losses, torch.cat(shares, dim=1)[:, list(order)].cpu())
-
-
-def check_finite(losses: Tensor, names: Sequence[str], round_number: int) -> None:
-    """Stop a run whose loss is no number any more; one look at the device per round."""
-    bad = (~torch.isfinite(losses)).nonzero()
-    if len(bad):
-        step, client = (int(i) for i in bad[0])
-        raise NonFiniteLoss(
-            f"the loss of client {names[client]!r} became {losses[step, client].item()} in round {round_number}, "
-            f"local step {step + 1}; a smaller lr or client_lr usually helps"
-        )
 
 
 def train(
@@ -195,12 +199,16 @@ def train(
         raise UserError("a run needs at least one client, and every client at least one training row")
     clients = learners // len(seeds)
     per_pass = schedule.clients_per_pass or learners
+    after = after or After()
+    ledger = UpdateLedger(learners, clients, compare=schedule.compare_updates, largest=after.largest)
+    first = state
     home = torch.device(device if per_pass >= learners else "cpu")  # waiting clients stay off the device
     state = over_tensors(lambda t: t.to(home, copy=True), state)
     served = state
     stepper = make_stepper(F, device, graphs=graphs)
-    after = after or After()
     steps_done = list(after.steps_done) or [0] * learners
+    servers = over_tensors(lambda t: t.to(home), after.servers)
+    servers = servers or tuple(method.first_server(state.x[:0, 0]) for _ in seeds)
     for number in range(after.number + 1, schedule.rounds + 1):
         started = time.perf_counter()
         over_tensors(lambda own, new: own if own is new else own.copy_(new), state, served)
@@ -209,12 +217,12 @@ def train(
             for s, seed in enumerate(seeds)
         ]
         chosen = [i for federation in federations for i in federation]
-        collected, order = [], list[int]()
-        for variants_for_round, together in passes(method, state, chosen, per_pass):
+        collected, order, bad = [], list[int](), dict[int, str]()
+        for variants_for_round, together in passes(method, state, chosen, per_pass, number):
             part = moved(take(state, together), device)
             if method.resizes and judges is not None and number > 1:
                 part = method.resize(part, judges(together))
-            part, stats = local_steps(
+            trained, stats = local_steps(
                 variants_for_round,
                 F,
                 part,
@@ -225,43 +233,59 @@ def train(
                 on_step,
                 stepper,
             )
-            put(state, together, part)
+            bad |= ledger.judge(together, stats.loss, change(part, trained))
+            good = [column for column, i in enumerate(together) if i not in bad]
+            if good:
+                put(state, [together[column] for column in good], take(trained, good))
             collected.append(stats)
             order += together
+        for i in chosen:
+            steps_done[i] += schedule.steps
+        late = (
+            ledger.close()
+        )  # known bad when all have trained, in a federation's first round: nobody has moved yet
+        if late:
+            put(state, list(late), take(first, list(late)))
+            bad |= late
+        check_enough(bad, federations, source.names, number, schedule.max_bad)
+        federations = list(without(federations, bad))
+        chosen = [i for federation in federations for i in federation]
         columns = {i: column for column, i in enumerate(order)}
         stats = joined(collected, [columns[i] for i in chosen])
-        check_finite(stats.loss, [source.names[i] for i in chosen], number)
         leaving = take(state, chosen)
-        stays, sent = method.send(leaving)
-        common = averages(method, sent, federations, source.sizes, schedule.weighting)
+        stays, sent = method.send(leaving, number)
+        updates = by_server(sent, federations, clients, source.sizes, schedule.weighting, number)
+        answers, servers = zip(*(method.merge(own, server) for own, server in zip(updates, servers)))
+        common = torch.stack(answers)
         served = state
         if stays is not leaving:  # what a method prunes as it sends is not part of `before`
             served = over_tensors(torch.clone, state)
             put(served, chosen, stays)
-        served = method.receive(served, to_learners(common, clients))
-        for i in chosen:
-            steps_done[i] += schedule.steps
-        after = After(number, tuple(steps_done))
-        yield Round(number, chosen, stats, state, served, common, time.perf_counter() - started, after)
+        served = method.receive(served, to_learners(common, clients), number)
+        after = After(number, tuple(steps_done), tuple(ledger.largest), servers)
+        left_out, seconds = dict(sorted(bad.items())), time.perf_counter() - started
+        yield Round(number, chosen, stats, state, served, common, seconds, left_out, after)
 
 
-def averages(
-    method: Method,
+def by_server(
     sent: Tensor,
     federations: Sequence[Sequence[int]],
+    clients: int,
     sizes: Sequence[int],
     weighting: str,
-) -> Tensor:
-    """The server's answer in each federation `(seeds, shared)`; `sent` is what their learners sent, one after the
-    other."""
-    common, start = [], 0
-    for federation in federations:
-        weights = merge_weights([sizes[i] for i in federation], weighting)
-        common.append(method.merge(sent[start : start + len(federation)], weights.to(sent.device)))
+    number: int,
+) -> Iterator[Updates]:
+    """What each federation's server gets; `sent` is what the federations' learners sent, one after the other."""
+    start = 0
+    for s, federation in enumerate(federations):
+        weights = merge_weights([sizes[i] for i in federation], weighting).to(sent.device)
+        positions = tuple(i - s * clients for i in federation)
+        yield Updates(sent[start : start + len(federation)], weights, positions, number)
         start += len(federation)
-    return torch.stack(common)
 
 
 def to_learners(common: Tensor, clients: int) -> Tensor:
-    """Each learner's server's answer `(learners, shared)`: a view where there is one server."""
-    return common.unsqueeze(1).expand(-1, clients, -1).flatten(0, 1)
+    """Each learner's server's answer `(learners, n)`: a view where there is one server with one answer."""
+    if common.dim() == 2:
+        common = common.unsqueeze(1).expand(-1, clients, -1)
+    return common.flatten(0, 1)

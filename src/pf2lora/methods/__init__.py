@@ -48,6 +48,16 @@ SETS: dict[str, tuple[str, ...]] = {
 """Names for several methods: those of PF2LoRA's paper, those that give each client something of its own, and those that
 differ in how one common adapter is trained and averaged. `all` is every method, installed packages' too."""
 SET_NAMES = (*SETS, "all")
+BOUNDS = ("centralized", "local")  # no federation: what one gives up, and what it must be better than
+
+
+def group_of(name: str) -> str:
+    """Under which heading a long list has a method."""
+    if name in BOUNDS:
+        return "Bounds"
+    if name in SETS["personal"]:
+        return "Each client has a part of its own"
+    return "One common adapter" if name in SETS["aggregation"] else "Others"
 
 
 def resolved(names: Sequence[str]) -> tuple[str, ...]:

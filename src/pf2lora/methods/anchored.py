@@ -23,6 +23,6 @@ class Anchored(Method):
         shared = self.layout.shared
         return torch.cat([x[:, :shared] - anchor, torch.zeros_like(x[:, shared:])], dim=1)
 
-    def receive(self, s: State, common: Tensor) -> State:
-        s = super().receive(s, common)
+    def receive(self, s: State, answer: Tensor, number: int) -> State:
+        s = super().receive(s, answer, number)
         return s._replace(opt=s.opt._replace(anchor=self.anchor(s.x)))

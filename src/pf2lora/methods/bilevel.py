@@ -71,9 +71,9 @@ class Bilevel(Method):
         unknown_share = torch.full_like(s.opt.step, torch.nan)
         return s._replace(opt=Watched(s.opt, unknown_share, torch.zeros_like(s.opt.step)))
 
-    def variants_for_round(self, s: State) -> list[Method]:
+    def variants_for_round(self, s: State, number: int) -> list[Method]:
         if self.hypergradient_mode != AUTO:
-            return super().variants_for_round(s)
+            return super().variants_for_round(s, number)
         known = (s.opt.share < ROUNDOFF[self.precision]) & (s.opt.age < MEASURED_FOR)
         without: Method = replace(self, hypergradient_mode="none")
         return [without if skip else self for skip in known.flatten().tolist()]

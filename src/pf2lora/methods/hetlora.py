@@ -104,7 +104,7 @@ class HetLoRA(Method):
         x, adam = self.descend(gradient, s.opt.adam, s.x)
         return State(x, s.y, s.opt._replace(adam=adam)), StepStats(loss.detach())
 
-    def send(self, s: State) -> tuple[State, Tensor]:
+    def send(self, s: State, number: int) -> tuple[State, Tensor]:
         """Self-pruning: where the tail fell over the round, it is cut off."""
         tail, rank = self.tail(s.x, s.opt.rank), s.opt.rank
         pruned = torch.where(tail < s.opt.tail, self.kept_columns(rank).clamp_min(self.r_min), rank)
@@ -113,7 +113,7 @@ class HetLoRA(Method):
         s = State(s.x * kept, s.y, Ranked(adam, pruned, tail))
         return s, s.x[:, : self.layout.shared]
 
-    def merge(self, sent: Tensor, weights: Tensor) -> Tensor:
+    def average(self, sent: Tensor, weights: Tensor) -> Tensor:
         """Sparsity-weighted: client k weighs ‖B_kA_k‖_F / Σ_j ‖B_jA_j‖_F, whatever its data's size."""
         norms = self.product_norms(sent)  # (K, modules)
         by_client = shares(norms.square().sum(1).sqrt())
@@ -127,9 +127,9 @@ class HetLoRA(Method):
             merged.append(weight @ sent[:, start : start + entry.size])
         return torch.cat(merged)
 
-    def receive(self, s: State, common: Tensor) -> State:
+    def receive(self, s: State, answer: Tensor, number: int) -> State:
         """Truncation: a client takes the first r_k rows of A and columns of B."""
-        s = super().receive(s, common)
+        s = super().receive(s, answer, number)
         x = s.x * self.kept(s.opt.rank, s.x)
         return State(x, s.y, s.opt._replace(tail=self.tail(x, s.opt.rank)))
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from pf2lora.core.method import State
 from pf2lora.methods.homlora import HomLoRA
 
 
@@ -21,9 +18,3 @@ class Local(HomLoRA):
     sent_part: ClassVar[str] = "nothing"
     personal_part: ClassVar[str] = "all of x"
     federated: ClassVar[bool] = False
-
-    def send(self, s: State) -> tuple[State, Tensor]:
-        return s, s.x[:, :0]
-
-    def receive(self, s: State, common: Tensor) -> State:
-        return s

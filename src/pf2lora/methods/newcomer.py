@@ -36,9 +36,3 @@ class Newcomer(OwnSize):
         if longest is not None:
             step = shortened(step, longest) * step
         return State(torch.cat([common, head], dim=1), s.y - step, opt), StepStats(loss.detach())
-
-    def send(self, s: State) -> tuple[State, Tensor]:
-        return s, s.x[:, :0]
-
-    def receive(self, s: State, common: Tensor) -> State:
-        return s

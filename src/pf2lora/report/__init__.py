@@ -20,6 +20,7 @@ SCRIPTS = (
     "stats.js",
     "linechart.js",
     "curves.js",
+    "scatter.js",
     "clients.js",
     "choices.js",
     "ranks.js",
@@ -57,6 +58,7 @@ def render(runs: list[Result], names: list[str] | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["grouped"] = views.grouped
     metric = shared_metric(runs)
     names = _distinct(names or [r.title for r in runs])
     series = views.all_series(runs, names)
@@ -71,9 +73,10 @@ def render(runs: list[Result], names: list[str] | None = None) -> str:
         theme_script=Markup(theme),
         script=Markup(script),
         style=Markup(_text("report.css")),
-        data=Markup(payload.embedded(payload.payload(series, metric))),
+        data=Markup(payload.embedded(payload.payload(runs, series, metric))),
         runs=runs,
         names=names,
+        failed=views.failed(runs, names),
         has=views.parts_present(runs),
         seed_counts=views.seed_counts(series),
         metric=runs[0].metrics[metric],

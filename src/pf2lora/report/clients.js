@@ -9,9 +9,8 @@ function clientsView(host, data) {
   const method = Math.max(0, names.findIndex((name) => name.startsWith('pf2lora')));
   const others = names.map((_, i) => i).filter((i) => i !== method);
   const baseline = others.find((i) => names[i] === 'local') ?? others[0] ?? method;
-  const chosen = (series) => series.runs.every((run) => run.final.deploy);
   const some = data.series.some((series) => series.runs.some((run) => run.final.deploy));
-  const state = { method, baseline, metric: data.metric, point: data.series.every(chosen) ? 'deploy' : 'served' };
+  const state = { method, baseline, metric: data.metric, point: decisivePoint(data) };
   const summary = el('p', { class: 'verdict', 'aria-live': 'polite' });
   const body = el('div');
   const draw = () => {

@@ -8,6 +8,7 @@ from pf2lora.run.result import Point, Result, SeedRun
 
 LOCAL, SINGLE = "local", "homlora"  # the two comparisons everyone asks for
 AS: dict[Point, str] = {"served": "served", "deploy": "deployed"}
+FEW = 6  # methods that a sentence names
 SMALL_SHARE = 0.01  # below this, a client's own adapter hardly changes what the common one does
 
 
@@ -79,7 +80,7 @@ def _best(view: _View) -> str:
     close = [m for m in rest if within_spread(view.scores[m], view.scores[first])]
     if close:
         are = "is" if len(close) == 1 else "are"
-        names = numbers.listed([view.label(m) for m in close])
+        names = _few([view.label(m) for m in close])
         return f"{text} {names} {are} within the seeds’ spread of it, so the order among them is open."
     return f"{text} Every other method is further away than the seeds spread."
 
@@ -138,7 +139,8 @@ def _choices(view: _View) -> str:
         return ""
     gains = {m: view.sign * (view.scores[m].mean - view.served[m].mean) for m in both}
     moved = {m: 1 - _served_share(view.result.methods[m].runs) for m in both}
-    parts = [f"{moved[m]:.0%} ({view.label(m)})" for m in both if moved[m]]
+    order = sorted(both, key=lambda m: -moved[m]) if len(both) > FEW else both
+    parts = [f"{moved[m]:.0%} ({view.label(m)})" for m in order if moved[m]]
     if not parts:
         return (
             "Every client deploys what it is served after the last round: no other model was clearly better on its "
@@ -150,7 +152,7 @@ def _choices(view: _View) -> str:
             f"{moved[most]:.0%} of the clients deploy something else than what they are served: "
             f"{view.change(view.sign * gains[most])} against the served score."
         )
-    text = f"Clients that deploy something else than what they are served: {numbers.listed(parts)}."
+    text = f"Clients that deploy something else than what they are served: {_few(parts)}."
     if gains[most] <= 0:
         return f"{text} On the test rows that brings no method anything."
     return f"{text} It brings {view.label(most)} most: {view.change(view.sign * gains[most])} against its served score."
@@ -240,6 +242,12 @@ def _warnings(view: _View) -> str:
     names = numbers.listed([view.label(m) for m in counts if counts[m]])
     them = "it" if total == 1 else "them"
     return f"{_plural(total, 'warning')} came up in training ({names}): read {them} below before trusting the scores."
+
+
+def _few(parts: list[str]) -> str:
+    """Some of a long list, the first ones, and how many more there are."""
+    more = len(parts) - FEW
+    return numbers.listed(parts if more <= 1 else [*parts[:FEW], f"{more} others"])
 
 
 def _plural(count: int, noun: str) -> str:

@@ -7,19 +7,20 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from pf2lora.report.views import Series, same_clients
-from pf2lora.run.result import POINTS, ROUND_POINTS, SeedRun
+from pf2lora.methods import group_of
+from pf2lora.report.views import COLORS, Series, same_clients, total
+from pf2lora.run.result import POINTS, ROUND_POINTS, Result, SeedRun
 
 RANK_ROUNDS = 40  # rank pictures kept per seed: enough for a slider, and the file stays small
 
 
-def payload(series: list[Series], metric: str) -> dict[str, Any]:
+def payload(runs: list[Result], series: list[Series], metric: str) -> dict[str, Any]:
     """What the page's script draws from: no texts that it does not show, figures with six digits."""
-    first = series[0].result
-    runs = list({id(s.result): s.result for s in series}.values())
+    first = runs[0]
     common = {
         name: asdict(info) for name, info in first.metrics.items() if all(name in r.metrics for r in runs)
     }
+    many = len({s.method for s in series}) > COLORS
     return _rounded(
         {
             "metric": metric,
@@ -31,6 +32,9 @@ def payload(series: list[Series], metric: str) -> dict[str, Any]:
                     "label": s.label,
                     "color": s.color,
                     "dash": s.dash,
+                    "group": group_of(s.method) if many else "",
+                    "bytes": total(s.cost("bytes_per_round", "adapter"), s.cost("bytes_per_round", "head")),
+                    "seconds": total(s.cost("seconds")),
                     "runs": [_run_payload(run, list(common)) for run in s.seeds],
                 }
                 for s in series

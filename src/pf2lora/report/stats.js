@@ -54,3 +54,10 @@ function ticks(low, high, count, whole = false) {
   const last = Math.floor(high / step + 1e-9);
   return Array.from({ length: last - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(12)));
 }
+
+/* What methods are compared by: what clients deploy, where every seed has that. */
+const decisivePoint = (data) => data.series.every((series) => series.runs.every((run) => run.final.deploy)) ? 'deploy' : 'served';
+const WHEN_SCORED = { deploy: 'deployed', served: 'served' };
+
+/* A method's final score: the mean over clients, then over seeds. */
+const finalScore = (series, point, metric) => estimate(series.runs.map((run) => ofClients(run.final[point]?.[metric], 'mean')));

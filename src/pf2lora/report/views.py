@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pf2lora.methods import group_of
 from pf2lora.run import numbers
 from pf2lora.run.estimates import Estimate, estimate, within_spread
 from pf2lora.run.result import Point, Result, SeedRun
@@ -48,7 +49,8 @@ def _follow(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def all_series(runs: list[Result], names: list[str]) -> list[Series]:
-    """Every method of every run. A method keeps its colour from run to run; the dashes tell runs apart."""
+    """Every method of every run that has anything to show. A method keeps its colour from run to run; the dashes tell
+    runs apart."""
     methods = list(dict.fromkeys(method for result in runs for method in result.methods))
     return [
         Series(
@@ -60,7 +62,27 @@ def all_series(runs: list[Result], names: list[str]) -> list[Series]:
         )
         for i, (result, name) in enumerate(zip(runs, names))
         for method in result.methods
+        if result.methods[method].runs
     ]
+
+
+def failed(runs: list[Result], names: list[str]) -> list[str]:
+    """A line for each method that failed."""
+    return [
+        f"{result.methods[method].label}{f' · {name}' if len(runs) > 1 else ''} failed: {why}"
+        for result, name in zip(runs, names)
+        for method, why in result.failed.items()
+    ]
+
+
+def grouped(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """A table's rows under headings where there are more methods than colours; else all of them under none."""
+    if len({row["series"].method for row in rows}) <= COLORS:
+        return [("", rows)]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(group_of(row["series"].method), []).append(row)
+    return list(groups.items())
 
 
 @dataclass(frozen=True)
@@ -102,7 +124,7 @@ def _cell(e: Estimate, best: Estimate, metric: Metric, rivals: int) -> Cell:
 def headline(series: list[Series], metric: str) -> list[dict[str, Any]]:
     """The rows of the headline table. Best is marked among rows that were tested on the same clients."""
     groups = [series] if same_clients([s.result for s in series]) else _by_run(series)
-    return [row for group in groups for row in _headline_rows(group, metric)]
+    return [row for group in groups if group for row in _headline_rows(group, metric)]
 
 
 def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
@@ -128,12 +150,12 @@ def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
             "before": before,
             "deploy": deploy,
             "worst": worst,
-            "spread": numbers.score(_mean(spread), info),
+            "spread": numbers.score(total(spread), info),
             "parameters": numbers.count(
-                _mean(s.cost("parameters", "common"), s.cost("parameters", "client"))
+                total(s.cost("parameters", "common"), s.cost("parameters", "client"))
             ),
-            "bytes": numbers.size(_mean(s.cost("bytes_per_round", "adapter"))),
-            "seconds": numbers.duration(_mean(s.cost("seconds"))),
+            "bytes": numbers.size(total(s.cost("bytes_per_round", "adapter"))),
+            "seconds": numbers.duration(total(s.cost("seconds"))),
         }
         for s, served, before, deploy, worst, spread in columns
     ]
@@ -148,7 +170,7 @@ def _by_run(series: list[Series]) -> list[list[Series]]:
     return [[s for s in series if s.run == run] for run in dict.fromkeys(s.run for s in series)]
 
 
-def _mean(*parts: Estimate | None) -> float | None:
+def total(*parts: Estimate | None) -> float | None:
     """The sum of the parts' means; None where a part is unknown."""
     known = [p.mean for p in parts if p is not None]
     return sum(known) if len(known) == len(parts) else None
@@ -157,18 +179,18 @@ def _mean(*parts: Estimate | None) -> float | None:
 def costs(series: list[Series]) -> list[dict[str, Any]]:
     """The rows of the cost table: each figure as text, and as a share of the column's largest for its bar."""
     figures = {
-        "common": (numbers.count, [_mean(s.cost("parameters", "common")) for s in series]),
-        "client": (numbers.count, [_mean(s.cost("parameters", "client")) for s in series]),
-        "head": (numbers.count, [_mean(s.cost("parameters", "head")) for s in series]),
-        "adapter_bytes": (numbers.size, [_mean(s.cost("bytes_per_round", "adapter")) for s in series]),
+        "common": (numbers.count, [total(s.cost("parameters", "common")) for s in series]),
+        "client": (numbers.count, [total(s.cost("parameters", "client")) for s in series]),
+        "head": (numbers.count, [total(s.cost("parameters", "head")) for s in series]),
+        "adapter_bytes": (numbers.size, [total(s.cost("bytes_per_round", "adapter")) for s in series]),
         "all_bytes": (
             numbers.size,
-            [_mean(s.cost("bytes_per_round", "adapter"), s.cost("bytes_per_round", "head")) for s in series],
+            [total(s.cost("bytes_per_round", "adapter"), s.cost("bytes_per_round", "head")) for s in series],
         ),
-        "flops": (numbers.flops, [_mean(s.cost("flops_per_round")) for s in series]),
-        "seconds": (numbers.duration, [_mean(s.cost("seconds")) for s in series]),
-        "evaluation": (numbers.duration, [_mean(s.cost("evaluation_seconds")) for s in series]),
-        "memory": (numbers.size, [_mean(s.cost("peak_memory_bytes")) for s in series]),
+        "flops": (numbers.flops, [total(s.cost("flops_per_round")) for s in series]),
+        "seconds": (numbers.duration, [total(s.cost("seconds")) for s in series]),
+        "evaluation": (numbers.duration, [total(s.cost("evaluation_seconds")) for s in series]),
+        "memory": (numbers.size, [total(s.cost("peak_memory_bytes")) for s in series]),
     }
     rows: list[dict[str, Any]] = [{"series": s, "cells": []} for s in series]
     for text, values in figures.values():
@@ -272,7 +294,9 @@ def parts_present(runs: list[Result]) -> dict[str, bool]:
     seeds = [seed for result in runs for method in result.methods.values() for seed in method.runs]
     rounds = [entry for seed in seeds for entry in seed.rounds]
     return {
-        "clients": same_clients(runs),
+        "scores": bool(seeds),
+        "clients": bool(seeds) and same_clients(runs),
+        "tradeoff": same_clients(runs) and sum(bool(m.runs) for r in runs for m in r.methods.values()) > 2,
         "deploy": any(seed.choices for seed in seeds),
         "validation": any(client.validation for result in runs for client in result.clients),
         "ranks": any(entry.ranks for entry in rounds),
@@ -284,4 +308,6 @@ def parts_present(runs: list[Result]) -> dict[str, bool]:
 def seed_counts(series: list[Series]) -> str:
     """`3`, or `1 to 3` where methods have different numbers of seeds."""
     counts = sorted({len(s.seeds) for s in series})
+    if not counts:
+        return "none"
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pf2lora.core.ranks import ninety_percent_rank, reduced_rank_regression
-from pf2lora.engines.local import NonFiniteLoss
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.reproduce.synthetic import (
     CLIENT_RANK,
     LEARNERS,
@@ -62,7 +62,7 @@ def run_method(name: str, seed: int, problem: Problem, settings: Settings) -> di
             for point, state in zip(ROUND_POINTS, (done.served, done.before)):
                 for metric, values in measure(problem, learner, state).items():
                     curves[point][metric].append(values)
-    except NonFiniteLoss:
+    except Diverged:
         return None
     return curves
 

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from pf2lora.atomic import write_json
-from pf2lora.engines.local import NonFiniteLoss
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.reproduce.preset import Grid, Run
@@ -137,10 +137,10 @@ def between(values: Sequence[float], best: float) -> list[float]:
 def attempt(config: Config, method: str, rates: Rates, workload: Workload) -> float | None:
     """One try: the whole run of one method with the first seed."""
     one = with_rates(config, {method: rates})
-    one = replace(one, training=replace(one.training, method=(method,)))
+    one = replace(one, training=replace(one.training, method=(method,), strict=True))
     try:
         result = compare(one, workload=replace(workload, config=one))
-    except NonFiniteLoss:
+    except Diverged:
         return None
     return grid_score(next(iter(result.methods.values())).runs[0])
 

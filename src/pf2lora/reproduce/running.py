@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from pf2lora.atomic import write_json
-from pf2lora.engines.local import NonFiniteLoss
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.reproduce.preset import Run
 from pf2lora.run.comparison import Watcher, compare, prepare
-from pf2lora.run.config import Config, difference, to_dict
+from pf2lora.run.config import Config, difference, from_dict, to_dict
 from pf2lora.run.result import FILE, ExampleRecord, Result, load_result
 from pf2lora.run.workload import Workload
 
@@ -80,7 +80,7 @@ def execute(run: Run, folder: Path, tell: Tell, first: Sequence[str] = ()) -> tu
         tell(what)
         try:
             parts.append(compare(one, Watcher(on_note=tell), replace(workload, config=one)))
-        except NonFiniteLoss as error:
+        except Diverged as error:
             diverged.append(f"{what} diverged: {error}")
             tell(diverged[-1])
             continue
@@ -99,7 +99,8 @@ def finished(file: Path, config: Config) -> Result | None:
     if not file.is_file():
         return None
     result = load_result(file)
-    if other := difference(result.config, to_dict(config)):
+    before = to_dict(from_dict(result.config, str(file)))  # settings newer than the file have their default
+    if other := difference(before, to_dict(config)):
         raise UserError(
             f"{file} is of other settings ({other}): name another folder with --out, or replace it with --force"
         )

@@ -67,7 +67,7 @@ def of_method(config: Config, name: str, shape: PretrainedConfig, length: int | 
     method = method_on(config, name, model, clients)
     state = method.init(torch.zeros(clients, layout.size), torch.zeros(clients, own.size))
     trained = costs.parameters(method, own, state)
-    sent = method.sent_numbers(state)
+    sent = method.sent_numbers(state, 1)
     counted = {"parameters": trained.common + trained.client, "sent_parameters": sum(sent) / len(sent)}
     if length is not None:
         counted["tflops"] = flops_per_round(config, name, model, length) / 1e12

@@ -164,8 +164,8 @@ class Learner:
         return regression_loss(inputs, targets, self.weights(x, y))
 
     def rounds(self, seed: int, problem: Problem, settings: Settings) -> Iterator[Round]:
-        """The training, round by round; `NonFiniteLoss` where it diverges."""
-        schedule = Schedule(settings.rounds, settings.local_steps, seeds=(seed,))
+        """The training, round by round; `Diverged` where it diverges."""
+        schedule = Schedule(settings.rounds, settings.local_steps, seeds=(seed,), max_bad=0)
         return train(self.method, self.loss, self.start, problem, schedule)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pf2lora.engines.local import NonFiniteLoss
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.reproduce.synthetic import (
     LEARNERS,
@@ -90,7 +90,7 @@ def validation_losses(method: str, seed: int, settings: Settings) -> dict[str, f
     learner = LEARNERS[method](seed, settings)
     try:
         *_, last = learner.rounds(seed, problem, settings)
-    except NonFiniteLoss:
+    except Diverged:
         return None
     losses: dict[str, float] = {
         point: regression_loss(inputs, targets, learner.weights(state.x, state.y)).mean().item()

@@ -8,6 +8,7 @@ from typing import Any
 
 from pf2lora.atomic import write_json, write_text
 from pf2lora.core.method import Method
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import checkpoints, comparison, folder, resuming, trackers
@@ -42,7 +43,8 @@ def federate(
     `rounds=50`, `client_lr=0.03`, `text="review"`, `dataset="sst2"`, …; `methods` are those of single methods:
     `{"hetlora": {"penalty": 1e-3}}`. With `out`, the run folder with adapters and report is written there; one that
     holds another run is only replaced with `force`. With `resume`, a run that was interrupted there goes on, and
-    ends as if it had not been; none there begins, and one that has ended is read (docs/resume.md).
+    ends as if it had not been; none there begins, and one that has ended is read (docs/resume.md). A method that fails
+    is in the result's `failed`, unless all do: that is an error.
     """
     files = [clients] if isinstance(clients, str | Path) else clients
     asked = [method] if isinstance(method, str | type) else method
@@ -58,6 +60,16 @@ def federate(
     return run(config, Path(out) if out is not None else None, force=force, resume=resume)
 
 
+class AllFailed(Diverged):
+    """Every method of a run failed; `result` says why."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(
+            "; ".join(f"{result.methods[name].label}: {why}" for name, why in result.failed.items())
+        )
+        self.result = result
+
+
 def run(
     config: Config,
     out: Path | None,
@@ -67,13 +79,32 @@ def run(
     on_note: Callable[[str], None] = lambda line: None,
     workload: Workload | None = None,
 ) -> Result:
-    """Run a config; with `out`, into a run folder, line by line as it happens."""
+    """Run a config; with `out`, into a run folder, line by line as it happens. Methods that fail are in the result's
+    `failed`; where all do it is an error, `AllFailed`, once everything is written."""
+    if out is not None:
+        result = run_into(config, out, force=force, resume=resume, on_note=on_note, workload=workload)
+    elif resume:
+        raise UserError("a run without a folder leaves nothing to go on from: give out beside resume")
+    else:
+        watcher = Watcher(on_note=on_note)
+        result = comparison.compare(config, watcher, workload, go_on=not config.training.strict)
+    if len(result.failed) == len(result.methods):
+        raise AllFailed(result)
+    return result
+
+
+def run_into(
+    config: Config,
+    out: Path,
+    *,
+    force: bool,
+    resume: bool,
+    on_note: Callable[[str], None],
+    workload: Workload | None,
+) -> Result:
+    """Run a config into a run folder."""
     from pf2lora import report
 
-    if out is None:
-        if resume:
-            raise UserError("a run without a folder leaves nothing to go on from: give out beside resume")
-        return comparison.compare(config, Watcher(on_note=on_note), workload)
     if resume and (ended := resuming.ended(config, out, force=force)):
         on_note(f"the run in {str(out)!r} has ended; nothing is left to do")
         return ended
@@ -116,7 +147,7 @@ def watched_run(
 
     try:
         watcher = Watcher(on_round, on_outcome, on_note, on_result)
-        return comparison.compare(config, watcher, workload, keeper)
+        return comparison.compare(config, watcher, workload, keeper, go_on=not config.training.strict)
     finally:
         for tracker in tracking:
             tracker.close()

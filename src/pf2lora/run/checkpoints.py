@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pf2lora.atomic import write_bytes
-from pf2lora.core.method import State
+from pf2lora.core.method import State, tensors_of
 from pf2lora.engines.local import After, Round
 from pf2lora.errors import UserError
 from pf2lora.run import snapshot, trial_state
@@ -196,7 +196,7 @@ class Checkpoints:
     def due(self, trial: Trial, done: Round) -> bool:
         if self.every is not None:
             return self.every > 0 and done.number % self.every == 0
-        cost = self.cost or sum(t.nbytes for t in trial_state.leaves(done.served)) / SPEED
+        cost = self.cost or sum(t.nbytes for t in tensors_of(done.served)) / SPEED
         return time.monotonic() - self.saved_at >= max(LEAST, cost / SHARE)
 
     def save_trial(self, trial: Trial, done: Round, watched: Watched) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 
 import torch
 
 from pf2lora.core.randomness import participants
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
 from pf2lora.methods.own_size import AUTO, FIXED
@@ -19,7 +21,8 @@ from pf2lora.run.config import Config, to_dict
 from pf2lora.run.made_with import machine, versions
 from pf2lora.run.progress import track
 from pf2lora.run.result import ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
-from pf2lora.run.set_up import check_methods, method_settings, schedule_of, set_up
+from pf2lora.run.resuming import out_of_memory
+from pf2lora.run.set_up import Trial, check_methods, method_settings, schedule_of, set_up
 from pf2lora.run.trial import Outcome
 from pf2lora.run.workload import Workload, load_workload
 
@@ -67,9 +70,12 @@ def compare(
     watcher: Watcher | None = None,
     workload: Workload | None = None,
     keeper: Checkpoints | None = None,
+    *,
+    go_on: bool = False,
 ) -> Result:
     """Every method with every seed; the result as docs/result.md describes it. With a `keeper`, what was done before
-    the run was interrupted is not done again."""
+    the run was interrupted is not done again. A method that fails ends the run, unless it is to `go_on`: then the
+    result says why it failed, beside the others."""
     watcher = watcher or Watcher()
     workload = workload or prepare(config)
     methods: dict[str, MethodResult] = {}
@@ -79,14 +85,29 @@ def compare(
     for asked in config.training.method:
         kind = METHODS[asked]
         methods[kind.name] = MethodResult(kind.label, [])
-        for found in run_seeds(workload, asked, watcher, keeper):
-            methods[kind.name].runs.append(found.record)
-            tell_notes(workload, watcher, told)
-            if found.record.seed == config.training.seed:
-                add_examples(examples, workload, kind.name, found)
+        try:
+            for found in run_seeds(workload, asked, watcher, keeper):
+                methods[kind.name].runs.append(found.record)
+                tell_notes(workload, watcher, told)
+                if found.record.seed == config.training.seed:
+                    add_examples(examples, workload, kind.name, found)
+        except Exception as error:
+            reason = failure(error, alone=len(config.training.method) == 1)
+            if reason is None or not go_on:
+                raise
+            methods[kind.name] = replace(methods[kind.name], failed=reason)
+            watcher.on_note(f"{kind.label} failed: {reason}")
         result = describe(workload, methods, list(examples.values()))
         watcher.on_result(result)
     return result
+
+
+def failure(error: Exception, *, alone: bool) -> str | None:
+    """Why a method failed, in a line; None for an error that is not of its own making. One that runs `alone` and finds
+    no memory can go on when it is given some."""
+    if isinstance(error, Diverged):
+        return str(error)
+    return "it takes more memory than there is" if out_of_memory(error) and not alone else None
 
 
 def tell_notes(workload: Workload, watcher: Watcher, told: set[str]) -> None:
@@ -175,9 +196,7 @@ def run_together(
         with track(
             training.rounds * training.steps * learners, f"{method.label}{which}: client steps"
         ) as advance:
-            found = trials.run(
-                trial, lambda seed, record: watcher.on_round(method.name, seed, record), advance, keeper
-            )
+            found = trials.run(trial, partial(told_round, watcher, trial, set()), advance, keeper)
     except BaseException:
         trial.model.remove()
         raise
@@ -192,6 +211,20 @@ def run_together(
         for line in method.findings(trials.second_order_shares(outcome.record.rounds)):
             watcher.on_note(f"{what}: {line}")
     return found
+
+
+def told_round(
+    watcher: Watcher, trial: Trial, told: set[tuple[int, str]], seed: int, record: RoundRecord
+) -> None:
+    """Pass a round's record on, with a line for each client that is left out for the first time."""
+    which = f", seed {seed}" if len(trial.seeds) > 1 else ""
+    for name, why in record.left_out.items():
+        if (seed, name) not in told:
+            told.add((seed, name))
+            watcher.on_note(
+                f"{trial.method.label}{which}: round {record.round} leaves client {name!r} out: {why}"
+            )
+    watcher.on_round(trial.method.name, seed, record)
 
 
 def describe(workload: Workload, methods: dict[str, MethodResult], examples: list[ExampleRecord]) -> Result:

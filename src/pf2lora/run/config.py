@@ -86,6 +86,10 @@ class TrainingSettings:
     personal_steps: int | None = setting(
         None, "steps alone that a client may try before it deploys (default: three rounds' worth; 0: none)"
     )
+    max_bad_clients: int | None = setting(
+        None, "bad clients that a round may leave out before the method fails (default: half of its clients)"
+    )
+    strict: bool = setting(False, "stop at the first bad client or failed method")
     seed: int = setting(0, "seed of everything random", everyday=True)
     seeds: int = setting(1, "number of seeds, from --seed on", everyday=True)
 
@@ -102,8 +106,9 @@ class TrainingSettings:
         require_not_negative(self, "weight_decay", "seed")
         if self.client_lr != "auto":
             require_not_negative(self, "client_lr")
-        if self.personal_steps is not None:
-            require_not_negative(self, "personal_steps")
+        for name in ("personal_steps", "max_bad_clients"):
+            if getattr(self, name) is not None:
+                require_not_negative(self, name)
         if self.keep not in KEPT:
             raise unknown("round to keep", self.keep, KEPT)
 

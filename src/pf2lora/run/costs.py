@@ -29,20 +29,21 @@ def parameters(method: Method, personal: Layout, state: State) -> Parameters:
 
 @dataclass
 class Sent:
-    """How many numbers clients sent, and how many times one of them did."""
+    """How many numbers clients sent, how many times one of them did, and how many of the numbers were the head's."""
 
     total: int = 0
     times: int = 0
+    head: int = 0
 
-    def add(self, numbers: int) -> None:
-        self.total, self.times = self.total + numbers, self.times + 1
+    def add(self, numbers: int, head: int) -> None:
+        self.total, self.times, self.head = self.total + numbers, self.times + 1, self.head + head
 
 
-def sent_bytes(method: Method, sent: Sent) -> SentBytes:
+def sent_bytes(sent: Sent) -> SentBytes:
     """What a client sends in a round, the mean over rounds and clients; the head apart."""
-    mean = sent.total / sent.times if sent.times else 0
-    head = sum(e.size for e in method.layout.shared_entries if e.kind == "head") if mean else 0
-    return SentBytes((mean - head) * BYTES_PER_NUMBER, head * BYTES_PER_NUMBER)
+    times = max(sent.times, 1)
+    adapter, head = (n / times * BYTES_PER_NUMBER for n in (sent.total - sent.head, sent.head))
+    return SentBytes(adapter, head)
 
 
 # --- floating-point operations -----------------------------------------------------------------------------

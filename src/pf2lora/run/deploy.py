@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pf2lora.core.choice import gain
-from pf2lora.core.method import State, moved, over_tensors, put, take
+from pf2lora.core.method import Method, State, moved, over_tensors, put, take
 from pf2lora.engines.local import Round, local_steps, passes
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.run.evaluation import Models, finite, models_in_use
@@ -25,11 +25,18 @@ PERSONAL_ROUNDS = 3  # how many rounds' worth of steps a client may try alone, u
 def candidates(trial: Trial, done: Round, served: Models) -> Iterator[tuple[str, Models]]:
     """What a client could take home after a round: what it is served, what it had before the average, and, where they
     are different things, the common adapter alone."""
+    names = candidate_names(trial.method)
     yield SERVED, served
-    if trial.method.federated:
+    if BEFORE in names:
         yield BEFORE, models_in_use(trial, done.before, done.number, received=False)
-    if trial.method.two_level or trial.method.adapts_before_use:
+    if COMMON in names:
         yield COMMON, Models(done.served.x, torch.zeros_like(done.served.y))
+
+
+def candidate_names(method: Method) -> list[str]:
+    """What a method's clients choose among after a round."""
+    own = [COMMON] if method.two_level or method.adapts_before_use else []
+    return [SERVED, *([BEFORE] if method.federated else []), *own]
 
 
 class Deployment:
@@ -171,7 +178,7 @@ def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Mode
     stepper = make_stepper(trial.F, workload.device, graphs=workload.config.model.graphs)
     for i in range(rounds):
         done = (number + i) * schedule.steps
-        for variant, together in passes(trial.method, state, learners, per_pass):
+        for variant, together in passes(trial.method, state, learners, per_pass, number + i + 1):
             part, _ = local_steps(
                 variant,
                 trial.F,

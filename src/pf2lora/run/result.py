@@ -16,10 +16,7 @@ from pf2lora.tasks.settings import Metric
 FORMAT = 3
 FILE = "result.json"
 Point = Literal["served", "before_averaging", "deploy"]
-ROUND_POINTS: tuple[Point, ...] = (
-    "served",
-    "before_averaging",
-)  # the two moments of a round that are measured
+ROUND_POINTS: tuple[Point, ...] = ("served", "before_averaging")  # the moments of a round that are measured
 POINTS: tuple[Point, ...] = (*ROUND_POINTS, "deploy")  # and what a client takes in the end
 
 Numbers = list[float | None]
@@ -53,7 +50,7 @@ class OverClients:
 @dataclass(frozen=True)
 class RoundRecord:
     """One round. Scores are by metric and client, None in rounds without evaluation; `train_loss` is None where a
-    client did not take part; `ranks` are client × layer."""
+    client did not take part or was left out; `ranks` are client × layer."""
 
     round: int
     seconds: float
@@ -64,6 +61,7 @@ class RoundRecord:
     client_share: Numbers | None = None  # ‖s̃·D_kC_k‖ / ‖s·BA‖
     second_order_share: Numbers | None = None  # of the hypergradient's norm
     ranks: list[list[int]] | None = None
+    left_out: dict[str, str] = field(default_factory=dict)  # bad clients by name, with the reason
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,9 @@ class SeedRun:
 
     def at(self, point: Point) -> dict[str, OverClients] | None:
         """The final scores at a point of the round, or of what clients deploy."""
-        scores: dict[str, OverClients] | None = getattr(self, point)
-        return scores
+        return {"served": self.served, "before_averaging": self.before_averaging, "deploy": self.deploy}[
+            point
+        ]
 
     @property
     def deployed_loss(self) -> float | None:
@@ -133,10 +132,11 @@ class SeedRun:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """A method's runs, one per seed."""
+    """A method's runs, one per seed; where it `failed`, why, and the runs of the seeds that ended before."""
 
     label: str
     runs: list[SeedRun]
+    failed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,11 @@ class Result:
     format: int = FORMAT
 
     # --- reading it -----------------------------------------------------------------------------------------
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The methods that failed, with the reason."""
+        return {name: m.failed for name, m in self.methods.items() if m.failed is not None}
 
     @property
     def point(self) -> Point:
@@ -232,11 +237,10 @@ class Result:
             found = self.estimate(name, point, self.metric)
             row[point] = found.mean if found else None
         worst = self.estimate(name, self.point, self.metric, "worst")
-        return row | {
-            "worst client": worst.mean if worst else None,
-            "bytes per round": runs[0].bytes_per_round.total,
-            "seconds": sum(run.seconds for run in runs),
-        }
+        row["worst client"] = worst.mean if worst else None
+        row["bytes per round"] = runs[0].bytes_per_round.total if runs else None
+        row["seconds"] = sum(run.seconds for run in runs)
+        return row | ({"failed": self.failed.get(name, "")} if self.failed else {})
 
     def _repr_html_(self) -> str:
         """For notebooks."""
@@ -313,7 +317,7 @@ def check(result: Result, where: str) -> None:
     if result.metric not in result.metrics:
         raise UserError(f"{where}: metric must be one of {', '.join(result.metrics)}, not {result.metric!r}")
     for name, method in result.methods.items():
-        if not method.runs:
+        if not method.runs and method.failed is None:
             raise UserError(f"{where}: methods.{name}.runs must have at least one entry")
         for i, run in enumerate(method.runs):
             place = f"{where}: methods.{name}.runs[{i}]"

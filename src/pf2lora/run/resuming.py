@@ -51,6 +51,14 @@ def ended(config: Config, out: Path, *, force: bool = False) -> Result | None:
     return result
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory has ended, on the device or on the host."""
+    line = (str(error).splitlines() or [""])[0]
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in line for words in OUT_OF_MEMORY)
+    )
+
+
 @contextmanager
 def saying_how(again: str, keeper: Checkpoints) -> Iterator[None]:
     """Signals end a round first; and whatever else stops a run, memory, disk or a second Ctrl-C, is one line that says
@@ -68,9 +76,9 @@ def saying_how(again: str, keeper: Checkpoints) -> Iterator[None]:
         where = f" at {error.filename}" if error.filename else ""
         raise UserError(f"{what}{where}; when that is mended, go on with: {again}") from None
     except (MemoryError, RuntimeError) as error:
-        line = (str(error).splitlines() or ["no memory"])[0]
-        if isinstance(error, RuntimeError) and not any(words in line for words in OUT_OF_MEMORY):
+        if not out_of_memory(error):
             raise
+        line = (str(error).splitlines() or ["no memory"])[0]
         raise UserError(
             f"out of memory ({line}); --clients-per-pass needs less; go on with: {again}"
         ) from None

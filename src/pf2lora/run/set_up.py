@@ -140,7 +140,8 @@ def batch_source(
 def schedule_of(config: Config, *seeds: int) -> Schedule:
     """The rounds of a run."""
     t = config.training
-    return Schedule(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seeds)
+    most = 0 if t.strict else t.max_bad_clients
+    return Schedule(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seeds, most)
 
 
 def check_methods(workload: Workload) -> None:

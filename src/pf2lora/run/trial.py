@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from pf2lora.adapters.two_level import TwoLevelModel
@@ -31,7 +30,7 @@ from pf2lora.run.evaluation import (
 from pf2lora.run.result import ROUND_POINTS, Numbers, RoundRecord, SeedRun
 from pf2lora.run.set_up import Trial
 from pf2lora.run.validation import sampled_judge
-from pf2lora.run.warnings import training_warnings
+from pf2lora.run.warnings import left_out_warnings, training_warnings
 from pf2lora.run.watched import Watched
 from pf2lora.tasks.base import Example
 
@@ -164,12 +163,13 @@ def own_slice(trial: Trial, s: int) -> slice:
 
 def plain_record(trial: Trial, done: Round, s: int) -> RoundRecord:
     """What every round has: its time, shared among the seeds of the pass, and the training's figures."""
-    share = done.stats.second_order
+    share, own = done.stats.second_order, trial.source.clients
     return RoundRecord(
         round=done.number,
         seconds=done.seconds / len(trial.seeds),
         train_loss=per_client(trial, done, done.stats.loss, s),
         second_order_share=None if share is None else per_client(trial, done, share, s),
+        left_out={own[i % len(own)]: why for i, why in done.left_out.items() if i // len(own) == s},
     )
 
 
@@ -193,7 +193,7 @@ def measured_record(
         *(model.common_layout, model.personal_layout, served.common[own], served.personal[own]),
         *(spec.scaling, spec.client_scaling),
     )
-    shares = client_share(*adapters).tolist() if trial.method.two_level else None
+    shares = client_share(*adapters).tolist() if spec.client_rank else None
     return replace(
         record,
         validation_loss=None if losses is None else losses[own],
@@ -248,7 +248,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
         rounds=watched.rounds[s],
         layers=trial.model.layer_names,
         parameters=costs.parameters(method, trial.model.personal_layout, trial.state),
-        bytes_per_round=costs.sent_bytes(method, watched.sent[s]),
+        bytes_per_round=costs.sent_bytes(watched.sent[s]),
         flops_per_round=None,
         seconds=sum(r.seconds for r in watched.rounds[s]),
         evaluation_seconds=watched.evaluation_seconds / len(trial.seeds),
@@ -263,6 +263,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
                 still,
                 client_lr=moving is not None,
             ),
+            *left_out_warnings(watched.rounds[s]),
         ],
     )
 
@@ -276,12 +277,12 @@ def per_client(trial: Trial, done: Round, steps: Tensor, s: int) -> Numbers:
 
 
 def common_vectors(trial: Trial, done: Round) -> Tensor:
-    """What all clients share `(seeds, P)`: the servers' last answers. Personal heads stay home: it has the one all
-    began with."""
+    """What all clients share `(seeds, P)`: the servers' last answers. Of what stays home, as personal heads do, it has
+    what all began with."""
     if trial.method.pooled:
         return done.served.x
-    first = trial.state.x[:: len(trial.source.clients), done.common.shape[1] :]
-    return torch.cat([done.common, first.to(done.common)], dim=1)
+    first = trial.state.x[:: len(trial.source.clients)]
+    return trial.method.common(first.to(done.common), done.common, done.number)
 
 
 def second_order_shares(rounds: Sequence[RoundRecord]) -> Numbers:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pf2lora.core.method import State, over_tensors
+from pf2lora.core.method import State, over_tensors, tensors_of
 from pf2lora.engines.local import After, Round
 from pf2lora.errors import UserError
 from pf2lora.run import costs
@@ -46,7 +46,7 @@ def summary(trial: Trial, done: Round, watched: Watched) -> dict[str, Any]:
             [changed(trial, method), [[list(lengths), times] for lengths, times in done_with.items()]]
             for method, done_with in watched.steps.steps.items()
         ],
-        "sent": [[sent.total, sent.times] for sent in watched.sent],
+        "sent": [[sent.total, sent.times, sent.head] for sent in watched.sent],
         "evaluation_seconds": watched.evaluation_seconds,
         "memory": watched.peak_memory(trial) or 0,
         "common_losses": [above(loss) for loss, _ in deployment.common] if deployment else [],
@@ -63,14 +63,18 @@ def files(
     shared = {} if common is None else {"common": common}
     if deployment is not None:
         shared |= {f"best.{s}": vector for s, (_, vector) in enumerate(deployment.common)}
+    shared |= {f"server.{i}": host(t) for i, t in enumerate(tensors_of(done.after.servers))}
     yield SHARED, packed(shared, {})
     yield RECORDS, encoded([[asdict(record) for record in own] for own in watched.rounds])
     state, common = over_tensors(host, done.served), None if common is None else common.cpu()
     for name, path, rows in learners(trial):
-        tensors = {str(i): t.index_select(0, rows) for i, t in enumerate(leaves(state))}
+        tensors = {str(i): t.index_select(0, rows) for i, t in enumerate(tensors_of(state))}
         if common is not None and torch.equal(tensors["0"], common):
             del tensors["0"]
-        about: dict[str, Any] = {"steps_done": [done.after.steps_done[i] for i in rows.tolist()]}
+        about: dict[str, Any] = {
+            "steps_done": [done.after.steps_done[i] for i in rows.tolist()],
+            "largest": [done.after.largest[i] for i in rows.tolist()],
+        }
         if watched.moving is not None:
             about["still"] = [watched.moving.still[i] for i in rows.tolist()]
         if not trial.method.pooled and deployment is not None:
@@ -120,13 +124,6 @@ def host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
 
 
-def leaves(tree: Any) -> list[Tensor]:
-    """The tensors of nested tuples, in order."""
-    found: list[Tensor] = []
-    over_tensors(lambda t: found.append(t) or t, tree)  # type: ignore[func-returns-value]
-    return found
-
-
 # --- and back ----------------------------------------------------------------------------------------------
 
 
@@ -141,14 +138,14 @@ def restore(snapshot: Snapshot, trial: Trial, watched: Watched) -> tuple[State, 
 def restored(snapshot: Snapshot, said: dict[str, Any], trial: Trial, watched: Watched) -> tuple[State, After]:
     shared, _ = unpacked(snapshot.read(SHARED))
     state = over_tensors(torch.empty_like, trial.state)
-    steps_done = [0] * len(state.x)
+    steps_done, largest = [0] * len(state.x), [0.0] * len(state.x)
     best: list[tuple[list[int], dict[str, Tensor], Any]] = []
     for _, path, rows in learners(trial):
         tensors, about = unpacked(snapshot.read(path))
-        for i, whole in enumerate(leaves(state)):
+        for i, whole in enumerate(tensors_of(state)):
             fill(whole, rows, shared["common"] if i == 0 and "0" not in tensors else tensors[str(i)])
-        for i, steps in zip(rows.tolist(), about["steps_done"], strict=True):
-            steps_done[i] = int(steps)
+        for i, steps, update in zip(rows.tolist(), about["steps_done"], about["largest"], strict=True):
+            steps_done[i], largest[i] = int(steps), float(update)
         if watched.moving is not None:
             for i, still in zip(rows.tolist(), about["still"], strict=True):
                 watched.moving.still[i] = bool(still)
@@ -167,7 +164,10 @@ def restored(snapshot: Snapshot, said: dict[str, Any], trial: Trial, watched: Wa
             (math.inf if loss is None else float(loss), shared[f"best.{s}"])
             for s, loss in enumerate(said["common_losses"])
         ]
-    return state, After(int(said["round"]), tuple(steps_done))
+    servers = tuple(trial.method.first_server(state.x[:0, 0]) for _ in trial.seeds)
+    for i, kept in enumerate(tensors_of(servers)):
+        fill(kept, torch.arange(len(kept)), shared[f"server.{i}"])
+    return state, After(int(said["round"]), tuple(steps_done), tuple(largest), servers)
 
 
 def restore_watched(snapshot: Snapshot, said: dict[str, Any], trial: Trial, watched: Watched) -> None:

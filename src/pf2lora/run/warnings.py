@@ -1,4 +1,5 @@
-"""What a user should look at in a finished run: a loss above its start, client adapters that do not move."""
+"""What a user should look at in a finished run: a loss above its start, client adapters that do not move, clients that
+were left out."""
 
 from __future__ import annotations
 
@@ -70,3 +71,16 @@ def training_warnings(
                 f"round); a larger client_lr may help"
             )
     return found
+
+
+def left_out_warnings(rounds: Sequence[RoundRecord]) -> list[str]:
+    """A line for each client that was left out as a bad one."""
+    found: dict[str, list[RoundRecord]] = {}
+    for record in rounds:
+        for name in record.left_out:
+            found.setdefault(name, []).append(record)
+    return [
+        f"client {name!r} was left out of {len(of)} of {len(rounds)} rounds, first of round {of[0].round}: "
+        f"{of[0].left_out[name]}"
+        for name, of in found.items()
+    ]

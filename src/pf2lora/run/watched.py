@@ -59,9 +59,10 @@ class Watched:
 
     def note(self, trial: Trial, done: Round) -> None:
         """How many numbers each participant sent, and whether its own adapter moved."""
-        numbers, learners = trial.method.sent_numbers(done.served), len(trial.source.clients)
+        numbers, learners = trial.method.sent_numbers(done.served, done.number), len(trial.source.clients)
+        head = trial.method.leaves(done.number).head_size
         for i in done.participants:
-            self.sent[i // learners].add(numbers[i])
+            self.sent[i // learners].add(numbers[i], head)
         if self.moving is not None:
             self.moving.look(done.served.y, done.participants)
 

@@ -108,6 +108,10 @@ class TaskSettings(ABC, Generic[Row]):
         """The columns of such records, by the settings that name them, where they are not guessed right."""
         return {}
 
+    def asked(self, row: Row) -> tuple[str, ...]:
+        """What a row asks, without its answer: rows that ask the same are one row twice."""
+        return (repr(row),)
+
     def split_key(self, row: Row) -> str:
         """What a held-out part keeps the shares of."""
         return ""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pf2lora.core.layout import Layout
+from pf2lora.core.method import Method
 from pf2lora.federation.protocol.messages import (
     Malformed,
     Message,
@@ -104,16 +104,16 @@ def read_request(data: object) -> Message:
 
 
 class AllowList:
-    """What a site sends: the names, shapes and dtype of the common adapter, counts, sums of declared metrics, and the
-    sum of the validation loss.
+    """What a site sends: what the method declares to leave in a round, by names, shapes and dtype, counts, sums of
+    declared metrics, and the sum of the validation loss.
 
-    Without a `layout` any possible description of an adapter may come in a hello, and no adapter. Without `metrics`
+    Without a `method` any possible description of an adapter may come in a hello, and no adapter. Without `metrics`
     any name of a metric will do: the server does not know which the task has.
     """
 
-    def __init__(self, layout: Layout | None, metrics: tuple[str, ...] | None, dtype: torch.dtype) -> None:
-        self.layout, self.metrics, self.dtype = layout, metrics, dtype
-        self.entries = None if layout is None else describe(layout)
+    def __init__(self, method: Method | None, metrics: tuple[str, ...] | None, dtype: torch.dtype) -> None:
+        self.method, self.metrics, self.dtype = method, metrics, dtype
+        self.entries = None if method is None else describe(method.layout)
         self.declared = self.answers()
 
     def check(self, data: object, kinds: Collection[str] = ANSWERS) -> Message:
@@ -121,9 +121,9 @@ class AllowList:
         message = decode(data)
         check_declared(message, {kind: self.declared[kind] for kind in kinds})
         if message.tensors:  # the method "local" sends none
-            if self.layout is None:
+            if self.method is None:
                 raise Malformed("an adapter before it was agreed what it looks like")
-            check_tensors(self.layout, message.tensors, self.dtype)
+            check_tensors(self.method.leaves(message.round), message.tensors, self.dtype)
         return message
 
     def answers(self) -> dict[str, Declared]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pf2lora import atomic
-from pf2lora.core.method import State, over_tensors
+from pf2lora.core.method import State, Tree, over_tensors, tensors_of
 from pf2lora.errors import UserError
 
 KEPT = 3  # rounds
@@ -83,7 +83,7 @@ class CheckpointFolder:
 
     def save(self, saved: Checkpoint) -> None:
         """Keep the state after a round."""
-        tensors = {str(i): t for i, t in enumerate(leaves(saved.state))}
+        tensors = {str(i): t for i, t in enumerate(tensors_of(saved.state))}
         tensors |= {} if saved.unpruned is None else {"unpruned": saved.unpruned}
         self.write(STATE, saved.round, tensors, {"steps": str(saved.steps)})
 
@@ -96,18 +96,8 @@ class CheckpointFolder:
         """The state after round `number`, on the device of `like`, whose shapes it must have; a StateFolderError if it
         cannot be used."""
         tensors, header = self.read(STATE, number)
-        names = (str(i) for i in range(len(tensors)))
-
-        def restored(template: Tensor) -> Tensor:
-            piece = tensors.get(next(names, ""))
-            if piece is None or piece.shape != template.shape:
-                raise StateFolderError(
-                    f"the state {self.path(STATE, number)} belongs to another adapter; use another state folder",
-                    "state",
-                )
-            return piece.to(template.device)
-
-        state, unpruned = over_tensors(restored, like), tensors.get("unpruned")
+        pieces = [tensors[name] for i in range(len(tensors)) if (name := str(i)) in tensors]
+        state, unpruned = restored(like, pieces, self.path(STATE, number)), tensors.get("unpruned")
         unpruned = None if unpruned is None else unpruned.to(like.x.device)
         return Checkpoint(int(header["round"]), int(header["steps"]), state, unpruned)
 
@@ -148,13 +138,12 @@ class CheckpointFolder:
         return self.folder / f"{kind}-{number:06d}.safetensors"
 
 
-def leaves(state: State) -> Iterator[Tensor]:
-    """The tensors of a state, in order."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    over_tensors(note, state)
-    return iter(found)
+def restored(like: Tree, tensors: Sequence[Tensor], file: Path) -> Tree:
+    """Nested tuples as `like`, with the tensors that `tensors_of` gave and `file` held; a StateFolderError if they do
+    not fit."""
+    if [t.shape for t in tensors] != [t.shape for t in tensors_of(like)]:
+        raise StateFolderError(
+            f"the state {file} belongs to another adapter; use another state folder", "state"
+        )
+    left = iter(tensors)
+    return over_tensors(lambda template: next(left).to(template.device), like)

@@ -92,12 +92,11 @@ def one_line(error: Exception) -> str:
 
 
 def to_tensors(layout: Layout, common: Tensor, rank: int | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The shared numbers `common (shared,)` as named tensors, truncated to `rank` (HETLoRA's r_k)."""
-    sizes = [entry.size for entry in layout.shared_entries]
-    pieces = torch.split(common.detach().cpu(), sizes) if sizes else ()
+    """The numbers `common (n,)`, laid out as `layout`, as named tensors, truncated to `rank` (HETLoRA's r_k)."""
+    pieces = torch.split(common.detach().cpu(), layout.sizes) if layout.sizes else ()
     return {
         entry.name: cut(piece.view(entry.shape), entry.truncated(rank)).to(dtype).contiguous()
-        for entry, piece in zip(layout.shared_entries, pieces)
+        for entry, piece in zip(layout.entries, pieces)
     }
 
 
@@ -107,9 +106,9 @@ def cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def to_flat(layout: Layout, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Named tensors as `(shared,)`; what was truncated is zero again."""
-    flat = torch.zeros(layout.shared)
-    for entry in layout.shared_entries:
+    """Named tensors as `(n,)`, laid out as `layout`; what was truncated is zero again."""
+    flat = torch.zeros(layout.size)
+    for entry in layout.entries:
         if entry.name not in tensors:
             continue
         start, sent = layout.offsets[entry.name], tensors[entry.name]
@@ -120,17 +119,18 @@ def to_flat(layout: Layout, tensors: Mapping[str, Tensor]) -> Tensor:
 
 def rank_of(layout: Layout, tensors: Mapping[str, Tensor]) -> int | None:
     """The rank that `tensors` were truncated to; None where nothing was cut off."""
-    for entry in layout.shared_entries:
-        if entry.kind == "A" and entry.name in tensors and tensors[entry.name].dim() == 2:
-            rank = tensors[entry.name].shape[0]
-            return rank if rank < entry.shape[0] else None
+    for entry in layout.entries:
+        if entry.kind in ("A", "B") and entry.name in tensors and tensors[entry.name].dim() == 2:
+            axis = 0 if entry.kind == "A" else 1
+            rank = tensors[entry.name].shape[axis]
+            return rank if rank < entry.shape[axis] else None
     return None
 
 
 def check_tensors(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """`Malformed` unless these are exactly the shared entries, in their shapes (all truncated to one rank) and in
+    """`Malformed` unless these are exactly the entries of `layout`, in their shapes (all truncated to one rank) and in
     `dtype`."""
-    expected = {entry.name: entry for entry in layout.shared_entries}
+    expected = layout.by_name
     for name in tensors:
         if name not in expected:
             raise Malformed(f"the tensor {short_name(name)} is not part of the common adapter")

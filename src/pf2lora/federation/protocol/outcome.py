@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pf2lora.atomic import write_json
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
@@ -37,7 +35,8 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
     for k, folder in enumerate(sites):
         keep_adapters(folder / plan.name, out, workload.names[k])
     if session.common is not None:
-        whole = torch.cat([session.common, trial.state.x[0].cpu()[trial.model.common_layout.shared :]])
+        start = trial.state.x[:1].cpu()
+        (whole,) = trial.method.common(start, session.common.unsqueeze(0), session.done)
         run_folder.save_common(out, trial.model, whole, task.peft_type, config.model.name)
     run_folder.save_description(out, run_folder.description(workload, plan.method, config.training.seed))
     result = describe(workload, {trial.method.name: MethodResult(trial.method.label, [record])}, [])
@@ -122,14 +121,15 @@ def read_choice(state: Path, client: str, last: int) -> Choice:
 
 
 def sent_bytes(plan: Plan, session: ServerSession) -> SentBytes:
-    """What a site sends up in a round, the mean over sites, from the ranks of their last updates."""
+    """What a site sends up in a round, the mean over rounds and sites, from the ranks of their last updates."""
     if session.common is None:
         return SentBytes(0, 0)
-    size, entries = session.dtype.itemsize, session.layout.shared_entries
-    head = size * sum(e.size for e in entries if e.kind == "head")
+    size, method = session.dtype.itemsize, session.known_method
+    sent = [e for number in range(1, session.done + 1) for e in method.leaves(number).entries]
     ranks = [session.ranks.get(site) for site in plan.sites]
-    each = [sum(e.truncated_size(rank) for e in entries if e.kind != "head") for rank in ranks]
-    return SentBytes(size * sum(each) / len(each), head)
+    each = [sum(e.truncated_size(rank) for e in sent if e.kind != "head") for rank in ranks]
+    head = sum(e.size for e in sent if e.kind == "head")
+    return SentBytes(size * sum(each) / len(each) / session.done, size * head / session.done)
 
 
 def left_out(session: ServerSession, clients: Mapping[str, str]) -> list[str]:

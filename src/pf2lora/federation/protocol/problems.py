@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pf2lora.engines.local import NonFiniteLoss
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UnknownLabel
 from pf2lora.federation.protocol.checkpoints import StateFolderError
 from pf2lora.federation.protocol.messages import Malformed
@@ -26,7 +26,7 @@ def problem_code(error: Exception) -> str:
     """The code under which a site tells the server of an error."""
     if isinstance(error, StateFolderError):
         return error.code
-    for kind, code in ((NonFiniteLoss, "loss"), (UnknownLabel, "labels"), (Malformed, "message")):
+    for kind, code in ((Diverged, "loss"), (UnknownLabel, "labels"), (Malformed, "message")):
         if isinstance(error, kind):
             return code
     return "data"

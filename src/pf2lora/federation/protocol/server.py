@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pf2lora import atomic
 from pf2lora.core.layout import Layout
-from pf2lora.core.method import Method
+from pf2lora.core.method import Method, Updates, tensors_of
 from pf2lora.core.randomness import participants
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol.allow_list import AllowList
-from pf2lora.federation.protocol.checkpoints import writing
+from pf2lora.federation.protocol.checkpoints import restored, writing
 from pf2lora.federation.protocol.messages import (
     Malformed,
     Message,
@@ -37,6 +37,7 @@ from pf2lora.federation.protocol.problems import PROBLEMS
 from pf2lora.federation.protocol.stopping import out_of_patience
 from pf2lora.run.set_up import merging_method
 
+KEPT = "kept."  # what the names of the method's own tensors begin with, in the server's checkpoint
 # Between a run's beginning and its resumption.
 MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds", "patience")
 
@@ -61,7 +62,8 @@ class ServerSession:
         self.plan, self.folder, self.config = plan, folder, plan.run
         self.dtype = dtype_named(plan.wire)
         self.done = 0  # finished rounds
-        self.common: Tensor | None = None  # the common adapter after them
+        self.common: Tensor | None = None  # the method's answer after them: to all, or one for each site
+        self.kept: Any = ()  # what the method keeps between rounds
         self.sites: dict[str, dict[str, Any]] = {}  # what each said of itself
         self.ranks: dict[str, int | None] = {}  # of the last updates; HETLoRA's sites get it truncated to it
         self.method: Method | None = None
@@ -85,7 +87,12 @@ class ServerSession:
                 check_fits(site, facts, other, seen)
         self.sites[site] = facts
         if self.method is None:
-            self.method = server_method(self.plan, layout_from(facts["layout"]))
+            self.know_method(facts)
+
+    def know_method(self, facts: Mapping[str, Any]) -> None:
+        """The method, from a site's description of its adapter."""
+        self.method = server_method(self.plan, layout_from(facts["layout"]))
+        self.kept = self.method.first_server(torch.zeros(0))
 
     @property
     def known_method(self) -> Method:
@@ -143,10 +150,11 @@ class ServerSession:
         return {site: encode(fields, self.common_for(site)) for site in present}
 
     def common_for(self, site: str) -> dict[str, Tensor]:
-        """The common adapter as this site gets it; nothing before the first average."""
+        """The last answer as this site gets it; nothing before the first average."""
         if self.common is None:
             return {}
-        return to_tensors(self.layout, self.common, self.ranks.get(site), self.dtype)
+        own = self.common if self.common.dim() == 1 else self.common[self.plan.sites.index(site)]
+        return to_tensors(self.known_method.arrives(self.done), own, self.ranks.get(site), self.dtype)
 
     # --- answers --------------------------------------------------------------------------------------------
 
@@ -156,15 +164,16 @@ class ServerSession:
         read, refused = self.read(answers, number)
         stopped = [s for s, m in read.items() if m.kind == "problem" and m.fields["code"] != "refused"]
         updates = {site: m for site, m in read.items() if m.kind == "update"}
-        vectors = {site: to_flat(self.layout, m.tensors) for site, m in updates.items() if m.tensors}
+        leaves = self.known_method.leaves(number)
+        vectors = {site: to_flat(leaves, m.tensors) for site, m in updates.items() if m.tensors}
         refused |= self.beyond_norm_limit(vectors)
         kept = [s for s in self.plan.sites if s in updates and s not in refused]
         asked = len(self.chosen(number))
         if len(kept) < self.plan.needed(asked):
             raise QuorumMissed(number, len(kept), asked, self.plan, missing, refused)
         if vectors:
-            self.merge(kept, vectors)
-            self.ranks |= {s: rank_of(self.layout, updates[s].tensors) for s in kept}
+            self.merge(kept, vectors, number)
+            self.ranks |= {s: rank_of(leaves, updates[s].tensors) for s in kept}
         record: RoundRecord = {
             "round": number,
             "seconds": seconds,
@@ -198,7 +207,7 @@ class ServerSession:
 
     def read_answer(self, data: object, kind: str, number: int) -> Message:
         """A site's answer of `kind`, or its problem, for round `number`: as declared and finite, else `Malformed`."""
-        message = AllowList(self.layout, None, self.dtype).check(data, (kind, "problem"))
+        message = AllowList(self.known_method, None, self.dtype).check(data, (kind, "problem"))
         if message.round != number:
             raise Malformed(f"a {message.kind!r} of round {message.round} instead of round {number}")
         if message.kind == "update" and bool(message.tensors) != self.known_method.federated:
@@ -209,11 +218,13 @@ class ServerSession:
                 raise Malformed(f"the tensor {name!r} has values that are not finite")
         return message
 
-    def merge(self, sites: list[str], vectors: Mapping[str, Tensor]) -> None:
-        """The method's own average of what these sites sent."""
+    def merge(self, sites: list[str], vectors: Mapping[str, Tensor], number: int) -> None:
+        """The method's answer to what these sites sent at the end of round `number`."""
         sizes = [self.sites[s]["train_rows"] for s in sites]
         weights = merge_weights(sizes, self.config.training.weighting)
-        self.common = self.known_method.merge(torch.stack([vectors[s] for s in sites]), weights)
+        positions = tuple(self.plan.sites.index(s) for s in sites)
+        sent = Updates(torch.stack([vectors[s] for s in sites]), weights, positions, number)
+        self.common, self.kept = self.known_method.merge(sent, self.kept)
 
     def beyond_norm_limit(self, vectors: Mapping[str, Tensor]) -> dict[str, str]:
         """Sites whose update has a norm beyond the limit, with the reason. It is the norm of what was sent, not of its
@@ -252,6 +263,7 @@ class ServerSession:
             "time": time.time(),
         }
         tensors = {"common": self.common} if self.common is not None else {}
+        tensors |= {f"{KEPT}{i}": tensor.contiguous() for i, tensor in enumerate(tensors_of(self.kept))}
         path = self.folder / f"round-{self.done:06d}.safetensors"
         with writing(self.folder):
             atomic.write_bytes(path, save(tensors, metadata={"server": json.dumps(knowledge)}))
@@ -280,11 +292,12 @@ class ServerSession:
             return
         with safe_open(found[-1], "pt") as file:
             knowledge = json.loads(file.metadata()["server"])
-            self.common = file.get_tensor("common") if "common" in file.keys() else None  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        self.common = tensors.pop("common", None)
         self.done, self.records, self.ranks = knowledge["done"], knowledge["records"], knowledge["ranks"]
-        for site, facts in knowledge["facts"].items():
-            self.sites[site] = facts
-            self.method = self.method or server_method(self.plan, layout_from(facts["layout"]))
+        self.sites = knowledge["facts"]
+        self.know_method(next(iter(self.sites.values())))
+        self.kept = restored(self.kept, [tensors[f"{KEPT}{i}"] for i in range(len(tensors))], found[-1])
 
 
 class QuorumMissed(UserError):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from pf2lora.core.method import State
-from pf2lora.engines.local import NonFiniteLoss, check_finite, local_steps
+from pf2lora.engines.bad_clients import Diverged, UpdateLedger, change, check_enough
+from pf2lora.engines.local import local_steps
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.federation.protocol.checkpoints import Checkpoint, CheckpointFolder
 from pf2lora.federation.protocol.messages import Message, check_tensors, encode, to_flat, to_tensors
@@ -34,7 +35,7 @@ class SiteSession:
         if kind == "hello":
             return encode({"kind": "hello", "round": number} | self.setup.facts)
         if request.tensors:
-            check_tensors(self.setup.layout, request.tensors, self.dtype)
+            check_tensors(self.setup.method.arrives(number - 1), request.tensors, self.dtype)
         state, saved = self.received(number, request.tensors)
         if kind == "train":
             return self.train(number, state, saved, request.fields)
@@ -42,14 +43,16 @@ class SiteSession:
         return encode({"kind": "scores", "round": number} | look(state, saved, number - 1))
 
     def received(self, number: int, tensors: dict[str, torch.Tensor]) -> tuple[State, Checkpoint]:
-        """The state a round begins with: the site's own of its last round, with the server's common adapter in it."""
+        """The state round `number` begins with: the site's own of its last round, with the server's answer to the round
+        before in it."""
         saved = self.latest
         if saved is None or saved.round >= number:
             saved = self.folder.newest_before(number, self.setup.initial)
         if not tensors:  # before the first average, or a method that sends nothing
             return saved.state, saved
-        common = to_flat(self.setup.layout, tensors).to(saved.state.x)
-        return self.setup.method.receive(saved.state, common), saved
+        method = self.setup.method
+        answer = to_flat(method.arrives(number - 1), tensors).to(saved.state.x)
+        return method.receive(saved.state, answer, number - 1), saved
 
     def train(self, number: int, state: State, saved: Checkpoint, fields: dict[str, Any]) -> bytes:
         """One round's local steps; the state is on disk before the update leaves."""
@@ -59,25 +62,27 @@ class SiteSession:
             answer |= self.models.served(state, saved, number - 1)
         if method.resizes and self.models.validated and number > 1:
             state = method.resize(state, sampled_judge(trial, [0]))
-        (variant,) = method.variants_for_round(state)
+        (variant,) = method.variants_for_round(state, number)
+        began = state
         state, stats = local_steps(
             variant, trial.F, state, trial.source, [0], [saved.steps], self.steps, stepper=self.stepper
         )
-        check_finite(stats.loss.cpu(), [client], number)
+        bad = UpdateLedger(1, compare=False).judge([0], stats.loss, change(began, state))
+        check_enough(bad, [[0]], [client], number, 0)
         answer |= {"steps": self.steps, "loss": float(stats.loss.sum())}
         if stats.second_order is not None:
             share = float(stats.second_order.sum())
             answer |= {"second_order": share} if math.isfinite(share) else {}
         if fields.get("measure_before"):
             answer["before"] = self.models.before_averaging(state, number)
-        stays, leaves = method.send(state)
+        stays, leaves = method.send(state, number)
         if leaves.numel() and not bool(torch.isfinite(leaves).all()):
-            raise NonFiniteLoss(f"the common adapter of {client!r} became infinite in round {number}")
+            raise Diverged(f"the common adapter of {client!r} became infinite in round {number}")
         unpruned = None if stays is state else state.x
         self.latest = Checkpoint(number, saved.steps + self.steps, stays, unpruned)
         self.folder.save(self.latest)
         tensors = {}
         if leaves.numel():
             (rank,) = method.ranks_of(stays)  # only that part of the common adapter leaves
-            tensors = to_tensors(self.setup.layout, leaves[0], rank, self.dtype)
+            tensors = to_tensors(method.leaves(number), leaves[0], rank, self.dtype)
         return encode(answer, tensors)

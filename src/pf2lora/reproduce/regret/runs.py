@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pf2lora.engines.local import NonFiniteLoss
+from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.reproduce.regret import records
 from pf2lora.reproduce.regret.records import Run, Runs, SeedScores, Try
@@ -155,7 +155,7 @@ def execute(plan: Plan, task: BenchmarkTask, variant: Variant, workload: Workloa
     try:
         runs = train(workload, variant.with_rates(config, rates))
         scores = [SeedScores(run.seed, points(run), run.candidates) for run in runs]
-    except NonFiniteLoss as error:
+    except Diverged as error:
         diverged = str(error)
     return Run(
         task=task.name,
@@ -176,7 +176,8 @@ def execute(plan: Plan, task: BenchmarkTask, variant: Variant, workload: Workloa
 
 
 def train(workload: Workload, config: Config) -> list[SeedRun]:
-    """The runs of the config's one method, a seed each."""
+    """The runs of the config's one method, a seed each; rates that break one client break the run."""
+    config = replace(config, training=replace(config.training, strict=True))
     (method,) = compare(config, workload=replace(workload, config=config)).methods.values()
     return method.runs
 
@@ -205,7 +206,7 @@ def validation_loss(workload: Workload, config: Config) -> float | None:
     """What a try is judged by; None if it diverged."""
     try:
         (run,) = train(workload, config)
-    except NonFiniteLoss:
+    except Diverged:
         return None
     return finite(run.deployed_loss)
 

@@ -98,6 +98,9 @@ class ClassificationSettings(TaskSettings[TextRow]):
         named = {"text": "text", "label": "label"}
         return named | ({"pair": "pair"} if any(row.pair is not None for row in rows) else {})
 
+    def asked(self, row: TextRow) -> tuple[str, ...]:
+        return (row.text, row.pair or "")
+
     def split_key(self, row: TextRow) -> str:
         return row.label
 

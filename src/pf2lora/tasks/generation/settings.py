@@ -73,5 +73,8 @@ class GenerationSettings(TaskSettings[PromptRow]):
     def to_record(self, row: PromptRow) -> dict[str, Any]:
         return {"prompt": row.prompt, "target": list(row.targets), "group": row.group}
 
+    def asked(self, row: PromptRow) -> tuple[str, ...]:
+        return (row.prompt,)
+
     def partition_key(self, row: PromptRow) -> str:
         return row.group

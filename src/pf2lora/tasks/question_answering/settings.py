@@ -105,5 +105,8 @@ class QuestionAnsweringSettings(TaskSettings[QuestionRow]):
         asked = {"id": row.id, "context": row.context, "question": row.question, "title": row.topic}
         return asked | {"answers": answers}
 
+    def asked(self, row: QuestionRow) -> tuple[str, ...]:
+        return (row.context, row.question)
+
     def partition_key(self, row: QuestionRow) -> str:
         return row.topic

@@ -1,0 +1,209 @@
+"""What a run would do, before it does it: its parts are set up, a few steps are timed, and nothing is kept."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pf2lora.core.method import moved, take
+from pf2lora.data.client import Client
+from pf2lora.data.files import expand_paths
+from pf2lora.data.loading import filled_in, load_clients
+from pf2lora.engines.local import local_steps, passes
+from pf2lora.engines.stepper import make_stepper
+from pf2lora.errors import UserError
+from pf2lora.methods import METHODS
+from pf2lora.run import costs
+from pf2lora.run.comparison import check_validation
+from pf2lora.run.config import Config
+from pf2lora.run.deploy import candidate_names
+from pf2lora.run.evaluation import evaluation_rounds
+from pf2lora.run.result import Parameters, SentBytes
+from pf2lora.run.set_up import Trial, schedule_of, set_up
+from pf2lora.run.workload import Workload, load_workload
+
+TIMED_STEPS = 2  # after one that warms up
+TIMED_ROWS = 8  # of each client's test rows, answered once
+EXAMPLES = 2  # rows that are shown as the model sees them
+FEW_TEST_ROWS = 100  # of a client: below, a score's own accident is above three points
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """What one method would cost."""
+
+    label: str
+    parameters: Parameters
+    sent: SentBytes  # by each client, a round
+    step_seconds: float  # of all clients
+    training_seconds: float
+    evaluation_seconds: float
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would be, and what a user should look at first."""
+
+    examples: list[str]  # tokens, as the model sees them
+    methods: list[MethodPlan]
+    warnings: list[str]
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Everything that would stop the run, not only the first: each file, each method and the settings by themselves."""
+    data = config.data
+    checks: list[Callable[[], Any]] = [
+        lambda: schedule_of(config, config.training.seed),
+        lambda: check_validation(config),
+        lambda: filled_in(config.task, data),
+    ]
+    for pattern in (*data.clients, *data.test, *data.validation):
+        checks.append(lambda pattern=pattern: expand_paths([pattern]))  # type: ignore[misc]
+        for path in _found(pattern):
+            checks.append(lambda path=path: config.task.rows(config.task.read_records(path)))  # type: ignore[misc]
+    found = list(dict.fromkeys(line for check in checks if (line := _problem(check))))
+    yield from found
+    if found:
+        return
+    # What no file has by itself: clients that do not fit together.
+    line = _problem(lambda: load_clients(config.task, data, config.training.seed))
+    if line:
+        yield line
+
+
+def _found(pattern: str) -> list[Path]:
+    try:
+        return expand_paths([pattern])
+    except UserError:
+        return []
+
+
+def _problem(check: Callable[[], Any]) -> str | None:
+    try:
+        check()
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def plan(config: Config, workload: Workload | None = None) -> Plan:
+    """Load the run's parts, set every method up and time a few of its steps."""
+    workload = workload or load_workload(config)
+    found, failed = [], []
+    for name in config.training.method:
+        try:
+            found.append(method_plan(workload, name))
+        except UserError as error:
+            failed.append(f"{METHODS[name].label}: {error}")
+    if failed:
+        raise UserError("; ".join(failed))
+    return Plan(seen_examples(workload), found, [*workload.notes, *data_warnings(workload.clients, config)])
+
+
+def method_plan(workload: Workload, name: str) -> MethodPlan:
+    """Set the method up with all its seeds, do a few steps of its first round, answer a few rows."""
+    training = workload.config.training
+    seeds = tuple(range(training.seed, training.seed + training.seeds))
+    trial = set_up(workload, name, *seeds, compiled=False)
+    try:
+        costs.start_memory_count(workload.device)
+        step = timed_steps(trial)
+        evaluation = timed_answers(trial)
+        memory = costs.peak_memory(workload.device)
+        sent = costs.Sent()
+        for number in range(1, training.rounds + 1):
+            head = trial.method.leaves(number).head_size
+            for numbers in trial.method.sent_numbers(trial.state, number):
+                sent.add(numbers, head)
+        parameters = costs.parameters(trial.method, trial.model.personal_layout, trial.state)
+    finally:
+        trial.model.remove()
+    times = len(evaluation_rounds(training)) * len(candidate_names(trial.method))
+    share = training.participation
+    return MethodPlan(
+        METHODS[name].label,
+        parameters,
+        costs.sent_bytes(sent),
+        step * share,
+        step * share * training.steps * training.rounds,
+        evaluation * times,
+        memory,
+    )
+
+
+def timed_steps(trial: Trial) -> float:
+    """Seconds of one local step of all clients."""
+    stepper = make_stepper(trial.F, trial.workload.device, graphs=False)
+    learners = range(len(trial.source.names))
+    per_pass = trial.schedule.clients_per_pass or len(learners)
+    total = 0.0
+    for variant, together in passes(trial.method, trial.state, learners, per_pass, 1):
+        part = moved(take(trial.state, together), trial.workload.device)
+        for steps, counted in ((1, False), (TIMED_STEPS, True)):
+            started = time.perf_counter()
+            _, stats = local_steps(
+                variant, trial.F, part, trial.source, together, [0] * len(together), steps, stepper=stepper
+            )
+            stats.loss.tolist()  # a device works on behind its caller's back
+            total += (time.perf_counter() - started) / TIMED_STEPS if counted else 0.0
+    return total
+
+
+def timed_answers(trial: Trial) -> float:
+    """Seconds in which every learner answers all of its test and validation rows once, from a few of them; without
+    generated text, which is written at the end alone."""
+    workload, task = trial.workload, trial.workload.task
+    few = task.encode([client.test[:TIMED_ROWS] for client in workload.clients], training=False)
+    whose = [*range(len(workload.clients))] * len(trial.seeds)
+    common, personal = trial.state.x, trial.state.y
+    if trial.method.pooled:
+        common, personal = (t.repeat_interleave(len(workload.clients), dim=0) for t in (common, personal))
+    started = time.perf_counter()
+    task.predict(trial.model, common, personal, few.to(workload.device).of(whose))
+    seconds = time.perf_counter() - started
+    asked = sum(len(client.test[:TIMED_ROWS]) for client in workload.clients)
+    return seconds / asked * sum(len(c.test) + len(c.validation) for c in workload.clients)
+
+
+def seen_examples(workload: Workload) -> list[str]:
+    """Two training rows of the first client, token by token, as the model gets them."""
+    train, tokenizer = workload.train, workload.task.tokenizer
+    found = []
+    for i in range(min(EXAMPLES, train.sizes()[0])):
+        ids = train.token_columns["input_ids"][i, : int(train.lengths[i])].tolist()
+        found.append(" ".join(tokenizer.convert_ids_to_tokens(ids)))
+    return found
+
+
+def data_warnings(clients: Sequence[Client[Any]], config: Config) -> list[str]:
+    """What makes a result say less than it seems to."""
+    found = []
+    few = [client.name for client in clients if len(client.test) < FEW_TEST_ROWS]
+    if few:
+        least = min(len(client.test) for client in clients)
+        error = 50 / least**0.5
+        found.append(
+            f"{_who(few)} fewer than {FEW_TEST_ROWS} test rows (the least: {least}): a score there is uncertain by "
+            f"about ±{2 * error:.0f} points"
+        )
+    if config.task.labelled:
+        one = [c.name for c in clients if len({config.task.partition_key(row) for row in c.train}) == 1]
+        if one:
+            found.append(f"{_who(one)} training rows of one label only")
+    holders: Counter[tuple[str, ...]] = Counter()
+    for client in clients:
+        holders.update({config.task.asked(row) for row in (*client.train, *client.validation)})
+    shared = sum(count > 1 for count in holders.values())
+    if shared:
+        found.append(f"{shared} texts are in the training rows of two clients or more")
+    return found
+
+
+def _who(names: Sequence[str]) -> str:
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{listed} {'has' if len(names) == 1 else 'have'}"
