@@ -13,16 +13,21 @@ def write_bytes(path: Path, data: bytes) -> None:
 
     An OSError leaves the old content and no neighbour behind.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    aside = path.with_name(partial(path.name, os.getpid()))
     try:
-        with partial.open("wb") as file:
+        with aside.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        aside.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)
         raise
+
+
+def partial(name: str, process: int | str) -> str:
+    """What a file is called while a process writes it; a kill may leave it behind."""
+    return f".{name}.{process}.partial"
 
 
 def write_text(path: Path, text: str) -> None:

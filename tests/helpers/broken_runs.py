@@ -77,7 +77,8 @@ def unbroken(out: Path, settings: dict[str, Any]) -> dict[str, bytes]:
 
 def same(found: dict[str, bytes], expected: dict[str, bytes]) -> None:
     assert found.keys() == expected.keys()
-    assert [name for name in expected if found[name] != expected[name]] == []
+    differing = [name for name in expected if found[name] != expected[name]]
+    assert differing == []
 
 
 def in_child(work: Callable[[], Any]) -> int:

@@ -53,7 +53,7 @@ def breaks_and_goes_on(out: Path, settings: dict[str, Any], *at: int) -> None:
     same(contents(out), expected)
 
 
-@pytest.mark.parametrize("method", METHODS.own)
+@pytest.mark.parametrize("method", [*METHODS.own, "alternating:Alternating"])
 def test_every_method_goes_on_exactly(method: str, world: World, tmp_path: Path) -> None:
     settings = world.settings(**SMALL, method=method, participation=0.67)
     breaks_and_goes_on(tmp_path / "run", settings, 2, 1)
@@ -138,6 +138,13 @@ def test_broken_off_near_a_methods_end(
         pf2lora.federate(**settings, out=out)
     pf2lora.federate(**settings, out=out, resume=True)
     same(contents(out), expected)
+
+
+def test_a_method_that_failed_is_not_tried_again(world: World, tmp_path: Path) -> None:
+    """Its lines in metrics.jsonl are there once, and the result says why it failed."""
+    settings = world.settings(**SMALL, method=["homlora", "local"], methods={"homlora": {"lr": 1e30}})
+    breaks_and_goes_on(tmp_path / "run", settings | {"rounds": 4}, 2)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["methods"]["homlora"]["failed"]
 
 
 def test_more_rounds_are_those_of_a_longer_run(world: World, tmp_path: Path) -> None:

@@ -116,6 +116,8 @@ def run_into(
     keeper = Checkpoints(out / checkpoints.FOLDER, workload, out / "metrics.jsonl", on_note, again)
     if resume and keeper.load():
         keeper.cut_log()
+        for path in folder.half_written(out):
+            path.unlink()
     else:
         folder.claim(out, force=force or resume)  # only now: bad input must not cost the run that is there
     with resuming.saying_how(again, keeper):
