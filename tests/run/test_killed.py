@@ -329,7 +329,7 @@ def test_no_memory_is_one_line_that_says_how_to_go_on(
     """Given less at a time, the run goes on."""
     settings = world.settings(**SETTINGS, out=tmp_path / "run")
 
-    def fails_with(error: BaseException) -> UserError | RuntimeError:
+    def fails_with(error: BaseException) -> Exception:
         def refused(*args: Any) -> None:
             raise error
 
