@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from little_world import LEARNING, World, command_line, make_world, opened, sentences, write_csv, write_jsonl
+from little_world import (
+    LEARNING,
+    World,
+    command_line,
+    make_world,
+    opened,
+    sentences,
+    write_csv,
+    write_jsonl,
+)
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 

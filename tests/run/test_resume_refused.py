@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import pf2lora
 from pf2lora.errors import UserError
 from pf2lora.run import fingerprint, made_with, snapshot
-from pf2lora.run.fingerprint import CannotGoOn, weights_digest
+from pf2lora.run.fingerprint import CannotGoOn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,18 +107,6 @@ def test_other_weights_are_refused(begun: World, broken: Path, tmp_path: Path) -
     model.save_pretrained(other)
     with pytest.raises(CannotGoOn, match=r"other weights \(model.name was '.*' and is '.*'\)"):
         go_on(begun, broken, model=str(other))
-
-
-def test_any_changed_number_changes_the_weights_digest() -> None:
-    weights = {"a": torch.randn(100, 70), "b": torch.arange(5), "c": torch.tensor([True, False])}
-    first = weights_digest(weights)
-    assert weights_digest(dict(reversed(weights.items()))) == first
-    for name, at in (("a", (3, 3)), ("a", (99, 69)), ("b", 4)):
-        changed = weights[name].clone()
-        changed[at] += 1
-        assert weights_digest(weights | {name: changed}) != first
-    assert weights_digest(weights | {"a": weights["a"].t().contiguous().view(100, 70)}) != first
-    assert weights_digest(weights | {"c": torch.tensor([True, True])}) != first
 
 
 @pytest.mark.parametrize("package", ["pf2lora", "torch", "transformers"])

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pf2lora.cli.use import ClientName, Device, Json, Method, Run, open_run
+from pf2lora.cli.use import ClientName, Device, Json, Method, Model, Run, open_run
 from pf2lora.errors import UserError
 
 
@@ -27,6 +27,7 @@ def generate(
     ] = None,
     method: Method = None,
     device: Device = "auto",
+    model: Model = None,
     as_json: Json = False,
 ) -> None:
     """Continue prompts with a client's model: one line of output for each prompt."""
@@ -37,7 +38,7 @@ def generate(
         raise UserError("nothing to continue: give prompts, or --file with one prompt a line")
     if any(not prompt.strip() for prompt in wanted):
         raise UserError("an empty prompt cannot be continued")
-    loaded = open_run(run, method, device)
+    loaded = open_run(run, method, device, model)
     from pf2lora.tasks.generation.task import Generation
 
     task = loaded.task

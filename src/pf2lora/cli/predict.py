@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from pf2lora.cli.options import columned, with_columns
-from pf2lora.cli.use import ClientName, Device, Json, Method, Run, open_run
+from pf2lora.cli.use import ClientName, Device, Json, Method, Model, Run, open_run
 from pf2lora.errors import UserError
 
 
@@ -35,6 +35,7 @@ def predict(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the --out file.")] = False,
     method: Method = None,
     device: Device = "auto",
+    model: Model = None,
     as_json: Json = False,
 ) -> None:
     """Answer rows with a client's model: labels with their probabilities, answers to questions, texts."""
@@ -53,7 +54,7 @@ def predict(
         raise UserError("an empty text cannot be answered")
     if out is not None:
         check_record_file(out, force)
-    loaded = open_run(run, method, device)
+    loaded = open_run(run, method, device, model)
     task, traits = with_columns(loaded.config.task, settings), loaded.saved.traits
     if is_table and file is not None:
         records = task.read_records(file)

@@ -19,6 +19,7 @@ from rich.table import Table
 from pf2lora.atomic import write_json, write_text
 from pf2lora.cli.options import Choice, choices, with_settings
 from pf2lora.errors import UserError
+from pf2lora.folder_lock import locked
 from pf2lora.reproduce.preset import Preset, to_toml
 from pf2lora.reproduce.presets import load_preset
 from pf2lora.run.config import in_tables
@@ -118,13 +119,14 @@ def execute(
     if grid and preset.grid is None:
         raise UserError(f"{preset.name} has no grid: its rates are those of the preset that it is like")
     folder = out or Path("runs") / preset.name
-    claim(folder, preset, force)
     if not preset.counted:
         from pf2lora.cli.show import quiet_libraries
 
         quiet_libraries()
-    findings = list(find(preset, folder, grid, settings.get("model")))
-    show(paper, preset, findings, folder)
+    with locked(folder):
+        claim(folder, preset, force)
+        findings = list(find(preset, folder, grid, settings.get("model")))
+        show(paper, preset, findings, folder)
 
 
 def claim(folder: Path, preset: Preset, force: bool) -> None:

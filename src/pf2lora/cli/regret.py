@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 from pf2lora.atomic import write_text
 from pf2lora.cli.options import spread_lists
 from pf2lora.errors import UserError
+from pf2lora.folder_lock import locked
 
 LISTS = {"--tasks", "--variants", "--read"}
 
@@ -95,7 +96,8 @@ def regret(
         say(f"left out: {line}")
     todo = order(chosen, choose_variants(variants or []))
     try:
-        failures = execute_all(plan, todo, out, seconds=60 * minutes, say=say)
+        with locked(out):
+            failures = execute_all(plan, todo, out, seconds=60 * minutes, say=say)
     except KeyboardInterrupt:
         say(
             f"stopped; the finished runs are in {out / records.FILE}, and the same command goes on from there"

@@ -75,6 +75,9 @@ def show_result(result: Result, out: Path | None) -> None:
             whose = f"{escape(method.label)} deploys" if len(result.methods) > 1 else "deploy"
             console.print(f"{whose}: {escape(chosen)}")
     for method in result.methods.values():
+        for line in dict.fromkeys(run.privacy.sentence() for run in method.runs if run.privacy):
+            console.print(f"privacy of {escape(method.label)}: {escape(line)}", soft_wrap=True)
+    for method in result.methods.values():
         if method.failed is not None:
             console.print(
                 f"[red]failed[/red] {escape(method.label)}: {escape(method.failed)}", soft_wrap=True

@@ -11,7 +11,7 @@ import typer
 from pf2lora.cli.options import configured, read_config
 from pf2lora.errors import UserError
 from pf2lora.methods import SETS
-from pf2lora.run.config import Config, to_commented_toml
+from pf2lora.run.config import Config, to_commented_toml, with_found_model
 
 if TYPE_CHECKING:
     from pf2lora.run.result import Result
@@ -101,7 +101,9 @@ def execute(
 
         show_dry_run(config)
         return
+    config = with_found_model(config)
     from pf2lora.cli.show import quiet_libraries, show_clients, show_note, show_result
+    from pf2lora.folder_lock import check_unused
     from pf2lora.run import api
     from pf2lora.run.comparison import prepare
     from pf2lora.run.folder import check_free
@@ -110,6 +112,7 @@ def execute(
 
     quiet_libraries()
     # Before the model is loaded: a mistaken --out should not cost a minute.
+    check_unused(out)
     if not resume:
         check_free(out, force=force)
     elif result := ended(config, out, force=force):

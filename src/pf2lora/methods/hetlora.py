@@ -45,6 +45,7 @@ class HetLoRA(Method):
     summary: ClassVar[str] = "a rank per client, self-pruning, averages weighted by ‖BA‖"
     sent_part: ClassVar[str] = "x of its rank"
     personal_part: ClassVar[str] = "its rank"
+    not_private: ClassVar[str] = "the ranks that its clients send follow from their data"
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "ranks"})
     run_defaults: ClassVar[Mapping[str, str]] = {
         "r_min": "the run's rank",

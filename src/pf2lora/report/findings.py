@@ -15,7 +15,17 @@ SMALL_SHARE = 0.01  # below this, a client's own adapter hardly changes what the
 def findings(result: Result) -> list[str]:
     """The sentences, the most important first."""
     view = _View(result)
-    steps = (_best, _local, _own_adapter, _choices, _averaging, _worst_client, _client_share, _warnings)
+    steps = (
+        _best,
+        _local,
+        _own_adapter,
+        _choices,
+        _averaging,
+        _worst_client,
+        _client_share,
+        _privacy,
+        _warnings,
+    )
     return [text for step in steps if (text := step(view))]
 
 
@@ -231,6 +241,24 @@ def last_share(result: Result, method: str) -> Estimate | None:
         e = estimate(rows[-1]) if rows else None
         lasts.append(e.mean if e else None)
     return estimate(lasts)
+
+
+def _privacy(view: _View) -> str:
+    """What the common adapter costs its clients, and what that does not cover."""
+    runs = {
+        m: [run.privacy for run in method.runs if run.privacy] for m, method in view.result.methods.items()
+    }
+    parts = [
+        f"{view.label(m)}: {text}"
+        for m, own in runs.items()
+        for text in dict.fromkeys(p.sentence() for p in own)
+    ]
+    if not parts:
+        return ""
+    return (
+        f"Differential privacy of the common adapter: {'; '.join(parts)}. It covers the common adapters of all rounds, "
+        "not the scores on this page nor the clients’ own adapters; what several runs on the same rows cost adds up."
+    )
 
 
 def _warnings(view: _View) -> str:

@@ -1,15 +1,15 @@
 """What a run is: every setting with its default, from flags, a TOML file or Python, checked in one place.
 
-A config has a table for each part of a run: `[model] [adapter] [training] [task] [data] [output]`, and `[methods.NAME]`
-for what differs for one method. On the command line and in Python the same settings have no tables: `batch_size` of
-`[training]` is `--batch-size`, `name` of `[model]` is `--model`.
+A config has a table for each part of a run: `[model] [adapter] [training] [privacy] [task] [data] [output]`, and
+`[methods.NAME]` for what differs for one method. On the command line and in Python the same settings have no tables:
+`batch_size` of `[training]` is `--batch-size`, `name` of `[model]` is `--model`.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.data.settings import DataSettings
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS, SET_NAMES, resolved
+from pf2lora.run.privacy import PrivacySettings
 from pf2lora.settings import (
     from_table,
     require_not_negative,
@@ -139,6 +140,7 @@ class Config:
     model: ModelSettings = field(default_factory=ModelSettings)
     adapter: AdapterSpec = field(default_factory=AdapterSpec)
     training: TrainingSettings = field(default_factory=TrainingSettings)
+    privacy: PrivacySettings = field(default_factory=PrivacySettings)
     task: TaskSettings[Any] = field(default_factory=ClassificationSettings)
     data: DataSettings = field(default_factory=DataSettings)
     output: OutputSettings = field(default_factory=OutputSettings)
@@ -156,6 +158,7 @@ TABLES: dict[str, type] = {
     "model": ModelSettings,
     "adapter": AdapterSpec,
     "training": TrainingSettings,
+    "privacy": PrivacySettings,
     "data": DataSettings,
     "output": OutputSettings,
 }
@@ -276,6 +279,14 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def with_found_model(config: Config) -> Config:
+    """The model's folder by its whole path: a run is used from other folders, too."""
+    folder = Path(config.model.name)
+    if not config.model.name or not folder.is_dir():
+        return config
+    return replace(config, model=replace(config.model, name=str(folder.resolve())))
+
+
 # --- and back ----------------------------------------------------------------------------------------------
 
 
@@ -283,7 +294,7 @@ def to_dict(config: Config) -> dict[str, Any]:
     """The whole config in its tables; settings that are None are left out, as TOML has no null."""
     tables = {key: to_table(getattr(config, key)) for key in TABLES}
     task = {"name": TASKS.name_of(type(config.task))} | to_table(config.task)
-    ordered = {key: tables[key] for key in ("model", "adapter", "training")}
+    ordered = {key: tables[key] for key in ("model", "adapter", "training", "privacy")}
     methods = {name: dict(table) for name, table in config.methods.items()}
     return ordered | {"task": task} | {key: tables[key] for key in ("data", "output")} | {"methods": methods}
 

@@ -68,6 +68,11 @@ def half_written(folder: Path) -> list[Path]:
     return [path for p in patterns for path in sorted(folder.glob(str(p.parent / partial(p.name, "[0-9]*"))))]
 
 
+def clear_half_written(folder: Path) -> None:
+    for path in half_written(folder):
+        path.unlink(missing_ok=True)
+
+
 def check_free(folder: Path, *, force: bool) -> None:
     """An output folder that holds another run is refused, unless it may be replaced."""
     if folder.exists() and not folder.is_dir():
@@ -116,6 +121,8 @@ class SavedMethod:
     clients: list[str]
     traits: list[str] = field(default_factory=list)  # of the task's rows, such as "pairs"
     shares_one_model: bool = False
+    weights: str = ""  # a digest of the base model's
+    revision: str | None = None  # the base model's on the hub
 
 
 def place(folder: Path, config: Config, method: str) -> Path:
@@ -195,4 +202,6 @@ def description(workload: Workload, asked: str, seed: int) -> SavedMethod:
         workload.names,
         workload.config.task.traits(workload.clients),
         shares_one_model=METHODS[asked].pooled,
+        weights=workload.weights,
+        revision=getattr(workload.base.config, "_commit_hash", None),
     )

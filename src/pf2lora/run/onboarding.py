@@ -18,6 +18,7 @@ from pf2lora.data.split import MINIMUM_ROWS
 from pf2lora.engines.batches import Encoded
 from pf2lora.engines.local import Schedule, Step, train
 from pf2lora.errors import UserError
+from pf2lora.folder_lock import locked
 from pf2lora.methods import METHODS
 from pf2lora.methods.local import Local
 from pf2lora.methods.newcomer import Newcomer
@@ -35,6 +36,12 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
 
     Returns the scores of the common adapter alone, of the newcomer's own adapter on it, and of training alone.
     """
+    with locked(run.folder):
+        return fit_and_add(run, name, file, rounds)
+
+
+def fit_and_add(run: LoadedRun, name: str, file: Path, rounds: int | None) -> dict[str, Scores]:
+    """`onboard`, while nobody else writes into the run folder."""
     saved = read_description(run.where)  # as it is now: others may have joined since the run was opened
     run = replace(run, saved=saved)
     check_newcomer(run, name)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pf2lora.errors import UserError, unknown
 from pf2lora.run.decode import decode
 from pf2lora.run.estimates import Estimate, estimate
+from pf2lora.run.privacy import PrivacySpent
 from pf2lora.tasks.settings import Metric
 
 FORMAT = 3
@@ -116,6 +117,7 @@ class SeedRun:
     evaluation_seconds: float | None
     peak_memory_bytes: int | None
     warnings: list[str] = field(default_factory=list)
+    privacy: PrivacySpent | None = None  # what the common adapter costs each client, where that is bounded
 
     def at(self, point: Point) -> dict[str, OverClients] | None:
         """The final scores at a point of the round, or of what clients deploy."""
@@ -258,10 +260,8 @@ class Result:
     def client_estimates(self, method: str, point: Point, metric: str) -> list[Estimate | None]:
         """The same, client by client."""
         tables = [(run.at(point) or {}).get(metric) for run in self.methods[method].runs]
-        return [
-            estimate(table.per_client[k] if table else None for table in tables)
-            for k in range(len(self.clients))
-        ]
+        clients = range(len(self.clients))
+        return [estimate(table.per_client[k] if table else None for table in tables) for k in clients]
 
     def _metric(self, metric: str | None) -> str:
         if metric is not None and metric not in self.metrics:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pf2lora.adapters.base_model import weights_digest
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.layout import Layout
 from pf2lora.errors import UserError
@@ -112,10 +114,26 @@ def flat(layout: Layout, tensors: dict[str, Tensor], file: Path) -> Tensor:
     return layout.pack({n: t[None] for n, t in tensors.items()}) if layout.entries else torch.zeros(1, 0)
 
 
-def load_run(folder: str | Path, method: str | None = None, device: str = "auto") -> LoadedRun:
-    """Open a run folder for one of its methods (default: the first)."""
+def load_run(
+    folder: str | Path,
+    method: str | None = None,
+    device: str = "auto",
+    *,
+    model: str | Path | None = None,
+    on_note: Callable[[str], None] = lambda line: None,
+) -> LoadedRun:
+    """Open a run folder for one of its methods (default: the first). `model` says where its base model is now, if
+    that is another place; other weights than those it was trained on are told to `on_note` then, and refused
+    otherwise."""
     folder = Path(folder)
     config = read_config(folder)
+    trained_on = config.model.name
+    if model is not None:
+        config = replace(config, model=replace(config.model, name=str(model)))
+    elif Path(trained_on).is_absolute() and not Path(trained_on).is_dir():
+        raise UserError(
+            f"{folder}: its base model was in {trained_on!r}, where none is now; --model names its place"
+        )
     by_name = {METHODS[asked].name: asked for asked in config.training.method}
     asked = by_name.get(method or next(iter(by_name)), method or "")
     if asked not in config.training.method:
@@ -124,4 +142,10 @@ def load_run(folder: str | Path, method: str | None = None, device: str = "auto"
     where = choose_device(device)
     task = build_task(config, saved.labels)
     base = load_base(config, task, where)
+    if saved.weights and weights_digest(base) != saved.weights:
+        then = f", revision {saved.revision}" if saved.revision else ""
+        line = f"{config.model.name!r} has other weights than the run was trained on ({trained_on!r}{then})"
+        if model is None:
+            raise UserError(f"{folder}: {line}; --model names a folder with the right ones")
+        on_note(line)
     return LoadedRun(folder, config, saved, task, TwoLevelModel(base, adapter_spec(config, asked)), where)

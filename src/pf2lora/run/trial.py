@@ -14,7 +14,7 @@ from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.method import State
 from pf2lora.core.ranks import client_share, learned_ranks
 from pf2lora.engines.local import After, Round, Step, train
-from pf2lora.run import costs
+from pf2lora.run import costs, privacy
 from pf2lora.run.deploy import PERSONAL, SERVED, Deployment, candidates
 from pf2lora.run.evaluation import (
     Measured,
@@ -265,6 +265,9 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
             ),
             *left_out_warnings(watched.rounds[s]),
         ],
+        privacy=privacy.spent(
+            *(workload.config, trial.schedule.privacy, learners, trial.seeds[s], watched.rounds[s][-1].round)
+        ),
     )
 
 

@@ -7,11 +7,11 @@ goes back to the state it had when that round began.
 from __future__ import annotations
 
 import errno
-import fcntl
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -20,6 +20,7 @@ from torch import Tensor
 from pf2lora import atomic
 from pf2lora.core.method import State, Tree, over_tensors, tensors_of
 from pf2lora.errors import UserError
+from pf2lora.folder_lock import Busy, acquire
 
 KEPT = 3  # rounds
 STATE, BEST = "round", "best"  # the two kinds of file: the state after a round, the best model up to it
@@ -67,19 +68,24 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, run: str) -> None:
         self.folder, self.run = folder, run
-        self.lock: IO[str] | None = None
+        self.lock: int | None = None
 
     def open(self) -> None:
         """Make the folder and lock it."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.lock = (self.folder / "lock").open("w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StateFolderError(
-                f"the state folder {self.folder} is in use by another process", "busy"
-            ) from None
+            try:
+                self.lock = acquire(self.folder)
+            except Busy:
+                raise StateFolderError(
+                    f"the state folder {self.folder} is in use by another process", "busy"
+                ) from None
+
+    def close(self) -> None:
+        """Give the folder back, as the end of the process does."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
 
     def save(self, saved: Checkpoint) -> None:
         """Keep the state after a round."""

@@ -94,7 +94,7 @@ def shared_tables(config: Config) -> dict[str, Any]:
     columns are called is its own affair."""
     tables = to_dict(config)
     own = {"model": ("name", "device", "precision"), "task": column_settings(type(config.task))}
-    shared = {key: tables[key] for key in ("model", "adapter", "training", "task", "methods")}
+    shared = {key: tables[key] for key in ("model", "adapter", "training", "privacy", "task", "methods")}
     return {
         key: {k: v for k, v in table.items() if k not in own.get(key, ())} for key, table in shared.items()
     }

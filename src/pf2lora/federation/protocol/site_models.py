@@ -24,6 +24,7 @@ from pf2lora.run.folder import save_client
 from pf2lora.run.result import Choice
 from pf2lora.run.set_up import Trial
 
+SCORES = "scores.json"  # its own, beside that
 CHOICE = "deploy.json"  # beside the adapter that the site deploys
 
 Sums = dict[str, float]
@@ -98,6 +99,12 @@ class SiteModels:
         sums = {name: v * rows for name, (value,) in scores.items() if (v := finite(value)) is not None}
         return {"rows": rows} | sums
 
+    def keep_scores(self, found: dict[str, Sums]) -> None:
+        """The scores of a private run's end, which do not leave: for the site itself."""
+        (name,) = self.trial.workload.names
+        with writing(self.folder.folder):
+            write_json(scores_file(self.folder.folder, name), found)
+
     def export(self, models: Models, choice: Choice | None = None) -> None:
         """Write what the site deploys, and what it chose."""
         workload = self.trial.workload
@@ -109,6 +116,11 @@ class SiteModels:
             )
             if choice is not None:
                 write_json(choice_file(self.folder.folder, name), asdict(choice))
+
+
+def scores_file(folder: Path, client: str) -> Path:
+    """Where a site's state folder of a run says how good its models are."""
+    return folder / "clients" / client / SCORES
 
 
 def choice_file(folder: Path, client: str) -> Path:
