@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from little_world import SECRETS, World, command_line, make_world
 from safetensors.torch import load_file
 
 import pf2lora
+from pf2lora.adapters.base_model import weights_digest
 from pf2lora.errors import UserError
 from pf2lora.run import fingerprint, made_with, snapshot
 from pf2lora.run.fingerprint import CannotGoOn
@@ -107,6 +109,23 @@ def test_other_weights_are_refused(begun: World, broken: Path, tmp_path: Path) -
     model.save_pretrained(other)
     with pytest.raises(CannotGoOn, match=r"other weights \(model.name was '.*' and is '.*'\)"):
         go_on(begun, broken, model=str(other))
+
+
+def test_any_changed_number_changes_the_weights_digest() -> None:
+    weights = {"a": torch.randn(100, 70), "b": torch.arange(5), "c": torch.tensor([True, False])}
+
+    def digest(**changes: torch.Tensor) -> str:
+        model: Any = SimpleNamespace(state_dict=lambda: weights | changes)
+        return weights_digest(model)
+
+    first = digest()
+    for name, at in (("a", (3, 3)), ("a", (99, 69)), ("b", 4)):
+        changed = weights[name].clone()
+        changed[at] += 1
+        assert digest(**{name: changed}) != first
+    assert digest(a=weights["a"].t().contiguous().view(100, 70)) != first
+    assert digest(c=torch.tensor([True, True])) != first
+    assert digest(a=weights["a"].clone()) == first
 
 
 @pytest.mark.parametrize("package", ["pf2lora", "torch", "transformers"])
