@@ -26,7 +26,7 @@ ROOMS = {  # each room with those that it may look into; everybody may use what 
     "federation": {"core", "data", "engines", "adapters", "methods", "tasks", "run", "report"},
     "cli": {"data", "methods", "tasks", "run", "report", "reproduce", "federation", "adapters"},
 }
-BESIDE = {"folder_lock", "errors", "settings", "registry", "atomic"}
+BESIDE = {"folder_lock", "errors", "settings", "registry", "atomic", "parsing"}
 
 
 def imports(path: Path) -> set[str]:

@@ -294,7 +294,7 @@ def test_nothing_to_predict(run: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for args, message in (
         ([], "nothing to predict"),
         (["  "], "an empty text"),
-        (["--file", "x"], "cannot be read"),
+        (["--file", "x"], "no such file"),
     ):
         code, _, err = command_line(monkeypatch, capsys, "predict", run, *args)
         assert (code, err.count("\n")) == (2, 1) and message in err

@@ -137,6 +137,7 @@ def _run(
         "seconds": rng.uniform(55, 65) * (2.6 if personal else 1),
         "evaluation_seconds": rng.uniform(5, 6),
         "peak_memory_bytes": 912_000_000 + (150_000_000 if personal else 0),
+        "privacy": None,
         "warnings": ["client 'archive': the training loss rose above its start (0.69 → 0.75)"]
         if name == "per-fedavg" and seed == 1
         else [],

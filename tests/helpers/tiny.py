@@ -29,6 +29,7 @@ from pf2lora.engines.batches import Batch, BatchSource, Encoded, EncodedSource, 
 from pf2lora.methods.ditto import Ditto
 from pf2lora.methods.feddpa import FedDPAF, FedDPAT
 from pf2lora.methods.fedprox import FedProx
+from pf2lora.methods.flexlora import FlexLoRA
 from pf2lora.methods.hetlora import HetLoRA
 from pf2lora.methods.homlora import HomLoRA
 from pf2lora.methods.homlora_bias import HomLoRABias
@@ -232,6 +233,7 @@ SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
     "feddpa-t": (FedDPAT, {"mixing_weight": 0.3}),
     "feddpa-f": (FedDPAF, {"finetune_steps": 2}),
     "fedprox": (FedProx, {"mu": 0.5}),
+    "flexlora": (FlexLoRA, {"ranks": (1, 3, 4)}),
     "local": (Local, {}),
 }
 

@@ -34,6 +34,7 @@ COMMON = {"lr": float, "weight_decay": float, "optimizer": str, "rank": int}
         ("feddpa-t", {"mixing_weight": float, "client_rank": int}),
         ("feddpa-f", {"mixing_weight": float, "finetune_steps": int}),
         ("fedprox", {"mu": float}),
+        ("flexlora", {"r_min": int, "r_max": int}),
         ("pf2lora-joint", {"client_lr": float | Literal["auto"], "client_rank": int}),
         (
             "pf2lora",

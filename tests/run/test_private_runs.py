@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from little_world import LEARNING, World, command_line, make_world
 from torch import Tensor
 
 import pf2lora
+from pf2lora.core.layout import Layout
 from pf2lora.core.privacy import Mechanism
 from pf2lora.engines.local import train
 from pf2lora.errors import UserError
+from pf2lora.methods.homlora import HomLoRA
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_settings
 from pf2lora.run.privacy import epsilon, noise_multiplier
@@ -200,6 +203,7 @@ def test_the_common_adapter_of_a_private_run_is_the_last(world: World, tmp_path:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"dp_epsilon": 1.0}, "dp_epsilon and dp_noise are both given"),
         ({"method": "hetlora"}, "hetlora has no differential privacy: the ranks"),
         ({"method": "centralized"}, "centralized pools everybody's data"),
         ({"weighting": "size"}, "it must be 'uniform'"),
@@ -212,3 +216,19 @@ def test_what_would_let_something_out_beside_the_noise_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=said):
         pf2lora.federate(**world.settings(dp_noise=1.0, **settings))
+
+
+@dataclass(frozen=True)
+class Chatty(HomLoRA):
+    """Sends something beside the common adapter."""
+
+    name: ClassVar[str] = "chatty"
+    label: ClassVar[str] = "Chatty"
+
+    def leaves(self, number: int) -> Layout:
+        return Layout.of([*self.layout.shared_entries, self.layout.shared_entries[0].beside("more")])
+
+
+def test_a_method_of_ones_own_that_sends_more_is_refused(world: World) -> None:
+    with pytest.raises(UserError, match="chatty has no differential privacy: more than the common adapter"):
+        pf2lora.federate(**world.settings(method=Chatty, dp_noise=1.0))

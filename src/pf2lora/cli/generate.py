@@ -11,6 +11,7 @@ import typer
 
 from pf2lora.cli.use import ClientName, Device, Json, Method, Model, Run, open_run
 from pf2lora.errors import UserError
+from pf2lora.parsing import check_text
 
 
 def generate(
@@ -38,6 +39,8 @@ def generate(
         raise UserError("nothing to continue: give prompts, or --file with one prompt a line")
     if any(not prompt.strip() for prompt in wanted):
         raise UserError("an empty prompt cannot be continued")
+    for prompt in wanted:
+        check_text(prompt, "the prompts")
     loaded = open_run(run, method, device, model)
     from pf2lora.tasks.generation.task import Generation
 

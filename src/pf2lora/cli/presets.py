@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pf2lora.atomic import write_json, write_text
-from pf2lora.cli.options import Choice, choices, with_settings
+from pf2lora.atomic import check_writable, make_folder, write_json, write_text, writing
+from pf2lora.cli.options import WRITTEN, Choice, choices, with_settings
 from pf2lora.errors import UserError
 from pf2lora.folder_lock import locked
 from pf2lora.reproduce.preset import Preset, to_toml
@@ -42,7 +42,9 @@ Only = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", help="Folder of the results (default: runs/ and the name).", show_default=False),
+    typer.Option(
+        "--out", help="Folder of the results (default: runs/ and the name).", show_default=False, **WRITTEN
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Do everything anew, replacing what is in the folder.")]
 Search = Annotated[
@@ -131,14 +133,13 @@ def execute(
 
 def claim(folder: Path, preset: Preset, force: bool) -> None:
     """The folder, found out before the work to be writable; with `force`, without what these runs left there."""
-    try:
+    check_writable(folder)
+    with writing(folder):
         for run in preset.runs if force else ():
             for left in ("result.json", "grid.json"):
                 (folder / run.name / left).unlink(missing_ok=True)
             shutil.rmtree(folder / run.name / "parts", ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: no folder can be made here: {error.strerror}") from None
+        make_folder(folder)
 
 
 def find(preset: Preset, folder: Path, grid: bool, model: str | None) -> list[Finding]:

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from pf2lora.atomic import write_text
-from pf2lora.cli.options import spread_lists
+from pf2lora.cli.options import WRITTEN, spread_lists
 from pf2lora.errors import UserError
 from pf2lora.folder_lock import locked
 
@@ -50,7 +50,9 @@ def regret(
     minutes: Annotated[
         float, typer.Option("--minutes", help="Begin no run that would end later than this.")
     ] = float("inf"),
-    out: Annotated[Path, typer.Option("--out", help="Folder of the result.")] = Path("runs/regret"),
+    out: Annotated[Path, typer.Option("--out", help="Folder of the result.", **WRITTEN)] = Path(
+        "runs/regret"
+    ),
     read: Annotated[
         list[Path] | None,
         typer.Option("--read", help="Run nothing: merge these files of finished runs into --out."),

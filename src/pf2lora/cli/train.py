@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pf2lora.cli.options import configured, read_config
+from pf2lora.cli.options import WRITTEN, configured, read_config
 from pf2lora.errors import UserError
 from pf2lora.methods import SETS
 from pf2lora.run.config import Config, to_commented_toml, with_found_model
@@ -16,7 +16,9 @@ from pf2lora.run.config import Config, to_commented_toml, with_found_model
 if TYPE_CHECKING:
     from pf2lora.run.result import Result
 
-Out = Annotated[Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday")]
+Out = Annotated[
+    Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday", **WRITTEN)
+]
 OutIfGiven = Annotated[
     Path | None,
     typer.Option(
@@ -24,6 +26,7 @@ OutIfGiven = Annotated[
         help="The run folder to write [dim](default: runs/ and the command's name)[/dim]",
         rich_help_panel="Everyday",
         show_default=False,
+        **WRITTEN,
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]

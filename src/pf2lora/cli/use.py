@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pf2lora.cli.options import columned, with_columns
+from pf2lora.cli.options import WRITTEN, columned, with_columns
 from pf2lora.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def onboard(
 
 def export(
     run: Run,
-    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder to write.", **WRITTEN)],
     client: ClientName = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="One merged model instead of base and adapter.")
@@ -83,16 +83,23 @@ def export(
     model: Model = None,
 ) -> None:
     """Write a client's adapter as a PEFT folder, or merged into the base model."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{str(out)!r} exists and is not empty; choose another --out")
+    from pf2lora.atomic import check_writable, new_folder
+    from pf2lora.errors import check_path, reading
+
+    with reading(check_path(out), "folder"):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{str(out)!r} exists and is not empty; choose another --out")
+    check_writable(out.parent)
     loaded = open_run(run, method, "cpu", model)
     from pf2lora.adapters.peft import save_merged, save_peft
 
     common, personal = loaded.client(client)
-    if merge:
-        save_merged(out, loaded.model, common[0], personal[0], loaded.task.tokenizer)
-    else:
-        save_peft(out, loaded.model, common[0], personal[0], loaded.task.peft_type, loaded.config.model.name)
+    with new_folder(out) as folder:
+        if merge:
+            save_merged(folder, loaded.model, common[0], personal[0], loaded.task.tokenizer)
+        else:
+            kind, base = loaded.task.peft_type, loaded.config.model.name
+            save_peft(folder, loaded.model, common[0], personal[0], kind, base)
     typer.echo(str(out))
 
 

@@ -24,9 +24,11 @@ METHODS: Registry[Method] = Registry(
         "feddpa-t": "pf2lora.methods.feddpa:FedDPAT",
         "feddpa-f": "pf2lora.methods.feddpa:FedDPAF",
         "fedprox": "pf2lora.methods.fedprox:FedProx",
+        "flexlora": "pf2lora.methods.flexlora:FlexLoRA",
         "centralized": "pf2lora.methods.centralized:Centralized",
         "local": "pf2lora.methods.local:Local",
     },
+    "pf2lora.core.method:Method",
     other_names={
         "fedavg": "homlora",
         "fedit": "homlora",
@@ -43,7 +45,7 @@ SETS: dict[str, tuple[str, ...]] = {
         *("pf2lora", "pf2lora-joint", "per-fedavg", "homlora-ft", "homlora-bias", "ditto", "feddpa-t"),
         *("feddpa-f", "local"),
     ),
-    "aggregation": ("homlora", "hetlora", "fedprox"),
+    "aggregation": ("homlora", "hetlora", "fedprox", "flexlora"),
 }
 """Names for several methods: those of PF2LoRA's paper, those that give each client something of its own, and those that
 differ in how one common adapter is trained and averaged. `all` is every method, installed packages' too."""

@@ -47,6 +47,8 @@ def federate(
     ends as if it had not been; none there begins, and one that has ended is read (docs/resume.md). A method that fails
     is in the result's `failed`, unless all do: that is an error.
     """
+    if out is not None and not str(out).strip():
+        raise UserError("federate(): out is empty: name the run folder, or leave it out")
     files = [clients] if isinstance(clients, str | Path) else clients
     asked = [method] if isinstance(method, str | type) else method
     settings |= {

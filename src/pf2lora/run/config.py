@@ -7,7 +7,6 @@ A config has a table for each part of a run: `[model] [adapter] [training] [priv
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any, Literal
 
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.data.settings import DataSettings
-from pf2lora.errors import UserError, unknown
+from pf2lora.errors import UserError, check_path, reading, shown, unknown
 from pf2lora.methods import METHODS, SET_NAMES, resolved
+from pf2lora.parsing import read_toml
 from pf2lora.run.privacy import PrivacySettings
 from pf2lora.settings import (
     from_table,
@@ -173,21 +173,12 @@ NAMED = {"model": ("model", "name"), "task": ("task", "name")}
 
 def config_file(folder: Path) -> Path:
     """The config of a run folder; an error says what the folder is instead."""
-    if not folder.is_dir():
-        raise UserError(f"there is no run folder {str(folder)!r}")
-    if not (folder / "config.toml").is_file():
-        raise UserError(f"{str(folder)!r} is no run folder: it has no config.toml")
+    with reading(check_path(folder), "run folder"):
+        if not folder.is_dir():
+            raise UserError(f"there is no run folder {str(folder)!r}")
+        if not (folder / "config.toml").is_file():
+            raise UserError(f"{str(folder)!r} is no run folder: it has no config.toml")
     return folder / "config.toml"
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The contents of a config file."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf8"))
-    except FileNotFoundError:
-        raise UserError(f"there is no config file {str(path)!r}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
 def from_dict(values: Mapping[str, Any], where: str = "config") -> Config:
@@ -198,14 +189,14 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> Config:
             hint = f": {key} belongs in [{place_of(key)}]" if place_of(key) else ""
             raise UserError(f"{where}: {unknown('table', key, known)}{hint}")
         if not isinstance(table, Mapping):
-            raise UserError(f"{where}: [{key}] must be a table, not {table!r}")
+            raise UserError(f"{where}: [{key}] must be a table, not {shown(table)}")
     parts = {key: from_table(kind, values.get(key, {}), f"{where} [{key}]") for key, kind in TABLES.items()}
     task = dict(values.get("task", {}))
     kind = task_kind(task.pop("name", ClassificationSettings.name), f"{where} [task]")
     for name, table in values.get("methods", {}).items():
         if not isinstance(table, Mapping):
             raise UserError(
-                f"{where}: [methods.{name}] must be a table of the method's settings, not {table!r}"
+                f"{where}: [methods.{name}] must be a table of the method's settings, not {shown(table)}"
             )
     methods = {name: dict(table) for name, table in values.get("methods", {}).items()}
     return Config(**parts, task=from_table(kind, task, f"{where} [task]"), methods=methods)
@@ -214,7 +205,7 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> Config:
 def task_kind(name: Any, where: str) -> type[TaskSettings[Any]]:
     """The settings of the task called `name`."""
     if not isinstance(name, str):
-        raise UserError(f"{where}: name must be of type str, not {name!r}")
+        raise UserError(f"{where}: name must be of type str, not {shown(name)}")
     return TASKS[name]
 
 

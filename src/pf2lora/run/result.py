@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pf2lora.errors import UserError, unknown
+from pf2lora.errors import UserError, check_path, reading, unknown
+from pf2lora.parsing import read_json
 from pf2lora.run.decode import decode
 from pf2lora.run.estimates import Estimate, estimate
 from pf2lora.run.privacy import PrivacySpent
@@ -282,20 +282,14 @@ class Result:
 
 def load_result(path: str | Path) -> Result:
     """The checked result of a run folder, or of a `result.json` itself. Figures that are not finite become None."""
-    path = Path(path)
-    file = path if path.is_file() else path / FILE
-    if not path.exists():
-        raise UserError(f"{path}: no such run folder")
-    if not file.is_file():
-        raise UserError(f"{path}: no {FILE} here (a run writes it when it ends)")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"), parse_constant=lambda _: None)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise UserError(f"{file}: not valid JSON at {place}: {error.msg}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from None
-    return from_json(content, str(file))
+    path = check_path(Path(path))
+    with reading(path, "run folder"):
+        file = path if path.is_file() else path / FILE
+        if not path.exists():
+            raise UserError(f"{path}: no such run folder")
+        if not file.is_file():
+            raise UserError(f"{path}: no {FILE} here (a run writes it when it ends)")
+    return from_json(read_json(file, constants=lambda _: None), str(file))
 
 
 def from_json(content: Any, where: str) -> Result:
@@ -304,7 +298,7 @@ def from_json(content: Any, where: str) -> Result:
         raise UserError(
             f"{where}: format {content.get('format')!r} is unknown to this version of pf2lora (known: {FORMAT})"
         )
-    result = decode(Result, content, where)
+    result = decode(Result, content, where, "docs/result.md")
     check(result, where)
     return result
 

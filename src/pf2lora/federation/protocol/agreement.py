@@ -11,6 +11,7 @@ from typing import Any
 from pf2lora import atomic
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.parsing import read_text
 
 # Between a run's beginning and its resumption.
 MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds", "patience")
@@ -46,7 +47,7 @@ def keep_plan(plan: Plan, file: Path) -> None:
     """Write the plan of a run down. A name is one run: what makes its numbers may not change when it is resumed. It may
     go on for longer, unless its noise was found for a number of rounds."""
     now = json.loads(plan.to_json())
-    before = json.loads(file.read_text()) if file.exists() else now
+    before = json.loads(Plan.from_json(read_text(file)).to_json()) if file.exists() else now
     fixed = ("rounds",) if plan.run.privacy.dp_epsilon is not None else ()
     free = [name for name in MAY_CHANGE if name not in fixed]
     for key, value in now.items():

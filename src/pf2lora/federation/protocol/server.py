@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from pf2lora import atomic
@@ -19,7 +16,7 @@ from pf2lora.core.method import Method, Updates, tensors_of
 from pf2lora.core.randomness import participants
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
-from pf2lora.federation.protocol import private
+from pf2lora.federation.protocol import private, server_checkpoint
 from pf2lora.federation.protocol.agreement import check_fits, keep_plan
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.checkpoints import restored, writing
@@ -35,12 +32,11 @@ from pf2lora.federation.protocol.messages import (
 )
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import PROBLEMS
+from pf2lora.federation.protocol.server_checkpoint import Knowledge
 from pf2lora.federation.protocol.stopping import out_of_patience
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
 from pf2lora.run.set_up import merging_method
-
-KEPT = "kept."  # what the names of the method's own tensors begin with, in the server's checkpoint
 
 
 class RoundRecord(TypedDict):
@@ -277,34 +273,24 @@ class ServerSession:
 
     def save(self) -> None:
         """One file holds everything a later server needs; the previous one stays until this one is whole."""
-        knowledge = {
-            "done": self.done,
-            "ranks": self.ranks,
-            "records": self.records,
-            "facts": self.sites,
-            "time": time.time(),
-        }
-        tensors = {"common": self.common} if self.common is not None else {}
-        tensors |= {f"{KEPT}{i}": tensor.contiguous() for i, tensor in enumerate(tensors_of(self.kept))}
-        path = self.folder / f"round-{self.done:06d}.safetensors"
-        with writing(self.folder):
-            atomic.write_bytes(path, save(tensors, metadata={"server": json.dumps(knowledge)}))
-        for old in sorted(self.folder.glob("round-*.safetensors"))[:-2]:
-            old.unlink(missing_ok=True)
+        knowledge = Knowledge(self.done, self.ranks, self.records, self.sites, time.time())
+        server_checkpoint.write(self.folder, knowledge, self.common, tensors_of(self.kept))
 
     def resume(self) -> None:
         """Go on after the last finished round, if there is one."""
-        found = sorted(self.folder.glob("round-*.safetensors"))
-        if not found:
+        path = server_checkpoint.newest(self.folder)
+        if path is None:
             return
-        with safe_open(found[-1], "pt") as file:
-            knowledge = json.loads(file.metadata()["server"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        self.common = tensors.pop("common", None)
-        self.done, self.records, self.ranks = knowledge["done"], knowledge["records"], knowledge["ranks"]
-        self.sites = knowledge["facts"]
-        self.know_method(next(iter(self.sites.values())))
-        self.kept = restored(self.kept, [tensors[f"{KEPT}{i}"] for i in range(len(tensors))], found[-1])
+        knowledge, self.common, kept = server_checkpoint.read(path)
+        try:
+            self.know_method(server_checkpoint.facts_of(knowledge, path))
+            if self.common is not None and self.common.shape != (self.layout.shared,):
+                raise ValueError("a common adapter of another size")
+        except (Malformed, ValueError, KeyError) as error:
+            raise server_checkpoint.damaged(path, error) from None
+        self.done, self.records, self.ranks = knowledge.done, knowledge.records, knowledge.ranks
+        self.sites = knowledge.facts
+        self.kept = restored(self.kept, kept, path)
 
 
 class QuorumMissed(UserError):

@@ -17,7 +17,14 @@ from torch import Tensor
 from pf2lora.atomic import write_json
 from pf2lora.core.method import State, StepStats
 from pf2lora.engines.local import Round
-from pf2lora.federation.protocol.checkpoints import BEST, Checkpoint, CheckpointFolder, writing
+from pf2lora.federation.protocol.checkpoints import (
+    BEST,
+    Checkpoint,
+    CheckpointFolder,
+    StateFolderError,
+    writing,
+)
+from pf2lora.parsing import parse_json
 from pf2lora.run.deploy import Deployment, Kept, candidates
 from pf2lora.run.evaluation import Models, finite, measure, models_in_use
 from pf2lora.run.folder import save_client
@@ -86,10 +93,22 @@ class SiteModels:
     def read_best(self, number: int) -> Kept:
         """The best model as it was after round `number`."""
         tensors, header = self.folder.read(BEST, number)
-        best = Kept(1)
-        candidate, of_round = json.loads(header["which"])
-        best.which = [(candidate, of_round)]
-        best.models = Models(*(tensors.pop(name) for name in Models._fields))
+        best, start = Kept(1), self.trial.state
+        try:
+            candidate, of_round = parse_json(header["which"])
+            best.models = Models(*(tensors.pop(name) for name in Models._fields))
+        except (KeyError, TypeError, ValueError):
+            raise StateFolderError(
+                f"the state {self.folder.path(BEST, number)} is damaged", "state"
+            ) from None
+        judged = {name for name, value in vars(best).items() if isinstance(value, Tensor)}
+        shapes = (best.models.common.shape, best.models.personal.shape)
+        if tensors.keys() != judged or shapes != (start.x.shape, start.y.shape):
+            raise StateFolderError(
+                f"the state {self.folder.path(BEST, number)} belongs to another adapter; use another state folder",
+                "state",
+            )
+        best.which = [(str(candidate), int(of_round))]
         vars(best).update(tensors)
         return best
 
