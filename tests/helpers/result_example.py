@@ -42,6 +42,7 @@ def make_result(
         name: {
             "label": METHODS[name][0],
             "runs": [_run(rng, name, seed, ease, rounds, layers) for seed in range(seeds)],
+            "failed": None,
         }
         for name in METHODS
     }
@@ -82,7 +83,7 @@ def with_many_methods(result: dict[str, Any]) -> dict[str, Any]:
                     run[point][metric] = table(shifted)
             run["seconds"] *= 1 + 0.15 * (i % 4)
             run["bytes_per_round"]["adapter"] *= (1, 0.5, 2)[i % 3]
-        many["methods"][name] = {"label": OURS[name].label, "runs": runs}
+        many["methods"][name] = {"label": OURS[name].label, "runs": runs, "failed": None}
     return many
 
 
@@ -168,6 +169,7 @@ def _round(
         "round": index + 1,
         "seconds": rng.uniform(2.8, 3.2),
         "train_loss": trained,
+        "left_out": {},
         "validation_loss": [0.7 - 0.5 * progress + 0.05 * max(0, index - rounds / 2) for _ in ease]
         if evaluated
         else None,
