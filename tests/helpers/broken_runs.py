@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from little_world import World
+
 import pf2lora
 from pf2lora import cli
 from pf2lora.engines import local
@@ -23,6 +25,17 @@ from pf2lora.run import comparison, costs, folder, trial
 
 CLOCK_FIELDS = ("created", "seconds", "evaluation_seconds", "peak_memory_bytes")
 """All that may differ in result.json after an interruption; in metrics.jsonl it is `time` and `seconds`."""
+
+COMPARISON: dict[str, Any] = {
+    "rounds": 4,
+    "steps": 1,
+    "evaluate_every": 2,
+    "validation_ratio": 0.2,
+    "checkpoint_every": 1,
+    "method": ["local", "pf2lora"],
+    "head": "personal",
+}
+"""What the fixture `broken` is a run of."""
 
 
 class Killed(BaseException):
@@ -79,6 +92,11 @@ def same(found: dict[str, bytes], expected: dict[str, bytes]) -> None:
     assert found.keys() == expected.keys()
     differing = [name for name in expected if found[name] != expected[name]]
     assert differing == []
+
+
+def go_on(world: World, out: Path, **changes: Any) -> Any:
+    """`broken`, from its last checkpoint."""
+    return pf2lora.federate(**world.settings(**COMPARISON | changes, out=out), resume=True)
 
 
 def in_child(work: Callable[[], Any]) -> int:
