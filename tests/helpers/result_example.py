@@ -142,6 +142,7 @@ def _run(
         "warnings": ["client 'archive': the training loss rose above its start (0.69 → 0.75)"]
         if name == "per-fedavg" and seed == 1
         else [],
+        "resampled": {},
     }
 
 
@@ -167,9 +168,9 @@ def _round(
     growth = 1.5 + 5 * progress
     return {
         "round": index + 1,
+        "left_out": {},
         "seconds": rng.uniform(2.8, 3.2),
         "train_loss": trained,
-        "left_out": {},
         "validation_loss": [0.7 - 0.5 * progress + 0.05 * max(0, index - rounds / 2) for _ in ease]
         if evaluated
         else None,
