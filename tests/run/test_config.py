@@ -59,6 +59,7 @@ OTHERS: dict[str, Any] = {  # a value other than the default for every setting
     "keep": "last",
     "patience": 3,
     "personal_steps": 7,
+    "dp_delta": 1e-4,
     "seed": 11,
     "seeds": 2,
     "device": "cpu",

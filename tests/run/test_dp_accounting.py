@@ -80,7 +80,6 @@ def test_only_the_rounds_a_client_takes_part_in_count() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"dp_epsilon": 1.0, "dp_noise": 1.0}, "give one"),
         ({"dp_noise": 0.0}, "dp_noise is 0.0; it must be above 0"),
         ({"dp_epsilon": -1.0}, "dp_epsilon is -1.0; it must be above 0"),
         ({"dp_noise": 1.0, "dp_clip": 0.0}, "dp_clip is 0.0; it must be above 0"),

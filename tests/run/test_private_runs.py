@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,13 +14,16 @@ from little_world import LEARNING, World, command_line, make_world
 from torch import Tensor
 
 import pf2lora
+from pf2lora.core.layout import Layout
 from pf2lora.core.privacy import Mechanism
 from pf2lora.engines.local import train
 from pf2lora.errors import UserError
+from pf2lora.methods.homlora import HomLoRA
+from pf2lora.run import folder
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_settings
 from pf2lora.run.privacy import epsilon, noise_multiplier
-from pf2lora.run.result import load_result
+from pf2lora.run.result import RoundRecord, load_result
 from pf2lora.run.set_up import Trial, set_up
 
 PRIVATE: dict[str, Any] = {"dp_noise": 1.5, "dp_clip": 0.02, "dp_noise_seed": 7}
@@ -134,6 +138,51 @@ def test_clients_that_do_not_begin_alike_are_refused(world: World) -> None:
         commons(trial)
 
 
+class Killed(BaseException):
+    """The end of a process, as far as a test can play it."""
+
+
+def interrupted(world: World, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    """A run that ends while its third round is written down."""
+    append = folder.append_metrics
+
+    def killed(out: Path, method: str, seed: int, record: RoundRecord) -> None:
+        if record.round == 3:
+            raise Killed
+        append(out, method, seed, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "append_metrics", killed)
+        with pytest.raises(Killed):
+            pf2lora.federate(**world.settings(checkpoint_every=1, **settings), out=out)
+
+
+def test_a_resumed_run_draws_the_noise_of_the_rounds_that_are_left(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a seed, to the bit what an unbroken run has; ε is of all rounds, done before or after."""
+    settings = PRIVATE | {"rounds": 4}
+    interrupted(world, tmp_path / "broken", monkeypatch, **settings)
+    pf2lora.federate(**world.settings(checkpoint_every=1, **settings), out=tmp_path / "broken", resume=True)
+    pf2lora.federate(**world.settings(checkpoint_every=1, **settings), out=tmp_path / "whole")
+    files = [tmp_path / name / "state" / "common.safetensors" for name in ("broken", "whole")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_resumed_run_costs_all_its_rounds_and_an_epsilon_is_for_their_number(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise, target = {"dp_noise": 2.0, "dp_clip": 0.05}, {"dp_epsilon": 4.0, "dp_clip": 0.05}
+    again: dict[str, Any] = {"checkpoint_every": 1, "evaluate_every": 1, "rounds": 6}
+    for name, settings in (("noise", noise), ("target", target)):
+        interrupted(world, tmp_path / name, monkeypatch, rounds=4, evaluate_every=1, **settings)
+    longer = pf2lora.federate(**world.settings(**again, **noise), out=tmp_path / "noise", resume=True)
+    (run,) = longer.methods["pf2lora"].runs
+    assert run.privacy is not None and run.privacy.epsilon == epsilon(2.0, 1e-5, 6)
+    with pytest.raises(UserError, match="dp_epsilon's noise is that of 4 rounds"):
+        pf2lora.federate(**world.settings(**again, **target), out=tmp_path / "target", resume=True)
+
+
 # --- what a run says ---------------------------------------------------------------------------------------
 
 
@@ -200,6 +249,7 @@ def test_the_common_adapter_of_a_private_run_is_the_last(world: World, tmp_path:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"dp_epsilon": 1.0}, "dp_epsilon and dp_noise are both given"),
         ({"method": "hetlora"}, "hetlora has no differential privacy: the ranks"),
         ({"method": "centralized"}, "centralized pools everybody's data"),
         ({"weighting": "size"}, "it must be 'uniform'"),
@@ -212,3 +262,19 @@ def test_what_would_let_something_out_beside_the_noise_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=said):
         pf2lora.federate(**world.settings(dp_noise=1.0, **settings))
+
+
+@dataclass(frozen=True)
+class Chatty(HomLoRA):
+    """Sends something beside the common adapter."""
+
+    name: ClassVar[str] = "chatty"
+    label: ClassVar[str] = "Chatty"
+
+    def leaves(self, number: int) -> Layout:
+        return Layout.of([*self.layout.shared_entries, self.layout.shared_entries[0].beside("more")])
+
+
+def test_a_method_of_ones_own_that_sends_more_is_refused(world: World) -> None:
+    with pytest.raises(UserError, match="chatty has no differential privacy: something else than"):
+        pf2lora.federate(**world.settings(method=Chatty, dp_noise=1.0))

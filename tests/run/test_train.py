@@ -19,7 +19,8 @@ from pf2lora.methods import METHODS
 from pf2lora.run import trial
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_toml
-from pf2lora.run.result import SentBytes, check, load_result
+from pf2lora.run.result import SentBytes, load_result
+from pf2lora.run.result_check import check
 
 NAMES = ["north", "south", "west"]
 

@@ -34,7 +34,9 @@ def regret(
     tasks: Annotated[
         list[str] | None, typer.Option("--tasks", help="Only these tasks (default: all whose data is there).")
     ] = None,
-    variants: Annotated[list[str] | None, typer.Option("--variants", help="Only these variants.")] = None,
+    variants: Annotated[
+        list[str] | None, typer.Option("--variants", help="Only these variants, or sets of methods.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The first seed.")] = 0,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, from --seed on.")] = 3,
     tries: Annotated[

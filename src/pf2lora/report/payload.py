@@ -10,6 +10,7 @@ from typing import Any
 from pf2lora.methods import group_of
 from pf2lora.report.views import COLORS, Series, same_clients, total
 from pf2lora.run.result import POINTS, ROUND_POINTS, Result, SeedRun
+from pf2lora.run.verdicts import client_differences
 
 RANK_ROUNDS = 40  # rank pictures kept per seed: enough for a slider, and the file stays small
 
@@ -39,9 +40,21 @@ def payload(runs: list[Result], series: list[Series], metric: str) -> dict[str, 
                 }
                 for s in series
             ],
+            "open": open_differences(first, series) if len(runs) == 1 and metric == first.metric else {},
             "examples": [asdict(e) for e in first.examples] if len(runs) == 1 else [],
         }
     )
+
+
+def open_differences(result: Result, series: list[Series]) -> dict[str, Any]:
+    """By method, baseline and client: whether their difference may be chance, at the point that methods are compared
+    by."""
+    names = [s.method for s in series]
+    found = {
+        a: {b: [d and d.is_nought for d in client_differences(result, a, b)] for b in names if b != a}
+        for a in names
+    }
+    return {"point": result.point, "clients": found}
 
 
 def _run_payload(run: SeedRun, metrics: list[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from pf2lora.methods import group_of
 from pf2lora.run import numbers
 from pf2lora.run.estimates import Estimate, estimate, within_spread
 from pf2lora.run.result import Point, Result, SeedRun
+from pf2lora.run.verdicts import difference
 from pf2lora.tasks.settings import Metric
 
 COLORS = 8  # --c0 … --c7 in report.css
@@ -91,24 +93,37 @@ class Cell:
 
     value: str
     deviation: str
-    mark: str  # "best", "within the spread", or empty
-    gap: str  # the difference from the best, where it is more than the spread or there is none
+    mark: str  # "best", "tied" or empty
+    gap: str  # the difference from the best
 
 
 EMPTY = Cell("–", "", "", "")
 
 
-def ranked(estimates: list[Estimate | None], metric: Metric) -> list[Cell]:
-    """A column of scores, the best marked, and with it those the seeds cannot tell from it."""
+Tied = Callable[[int, int], bool | None]
+"""Whether two rows of a column cannot be told apart; None where nobody can say."""
+
+
+def ranked(estimates: list[Estimate | None], metric: Metric, tied: Tied | None = None) -> list[Cell]:
+    """A column of scores, the best marked, and with it those that cannot be told from it: by the spread over seeds,
+    unless `tied` knows better."""
     known = [e for e in estimates if e is not None]
     if not known:
         return [EMPTY] * len(estimates)
     pick = max if metric.higher_is_better else min
     best = pick(known, key=lambda e: e.mean)
-    return [EMPTY if e is None else _cell(e, best, metric, len(known)) for e in estimates]
+    first = estimates.index(best)
+
+    def close(i: int, e: Estimate) -> bool:
+        return bool(within_spread(e, best) if tied is None else tied(i, first))
+
+    return [
+        EMPTY if e is None else _cell(e, best, metric, len(known), close(i, e))
+        for i, e in enumerate(estimates)
+    ]
 
 
-def _cell(e: Estimate, best: Estimate, metric: Metric, rivals: int) -> Cell:
+def _cell(e: Estimate, best: Estimate, metric: Metric, rivals: int, close: bool) -> Cell:
     value = numbers.score(e.mean, metric)
     deviation = "" if e.deviation is None else numbers.score(e.deviation, metric)
     gap = numbers.score(e.mean - best.mean, metric, signed=True)
@@ -116,8 +131,8 @@ def _cell(e: Estimate, best: Estimate, metric: Metric, rivals: int) -> Cell:
         return Cell(value, deviation, "", "")
     if e.mean == best.mean:
         return Cell(value, deviation, "best", "")
-    if within_spread(e, best):
-        return Cell(value, deviation, "within the spread", gap)
+    if close:
+        return Cell(value, deviation, "tied", gap)
     return Cell(value, deviation, "", gap)
 
 
@@ -135,11 +150,19 @@ def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
     def estimates(point: Point, what: str) -> list[Estimate | None]:
         return [s.result.estimate(s.method, point, metric, what) for s in series]
 
+    def means(point: Point) -> list[Cell]:
+        def tied(i: int, j: int) -> bool | None:
+            found = difference(series[i].result, series[i].method, series[j].method, point)
+            return None if found is None else found.is_nought
+
+        one_run = metric == series[0].result.metric and len({id(s.result) for s in series}) == 1
+        return ranked(estimates(point, "mean"), info, tied if one_run else None)
+
     columns = zip(
         series,
-        ranked(estimates("served", "mean"), info),
-        ranked(estimates("before_averaging", "mean"), info),
-        ranked(estimates("deploy", "mean"), info),
+        means("served"),
+        means("before_averaging"),
+        means("deploy"),
         ranked(estimates(point, "worst"), info),
         estimates(point, "spread"),
     )

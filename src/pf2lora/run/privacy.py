@@ -44,8 +44,6 @@ class PrivacySettings:
 
     def __post_init__(self) -> None:
         require_positive(self, "dp_epsilon", "dp_noise", "dp_clip", "dp_delta")
-        if self.dp_epsilon is not None and self.dp_noise is not None:
-            raise UserError("dp_epsilon and dp_noise are both given: each follows from the other, give one")
         if self.dp_delta >= 1:
             raise UserError(f"dp_delta is {self.dp_delta}; it is a probability, and below 1 / clients")
         if self.dp_noise_seed is not None and self.dp_noise_seed < 0:
@@ -89,6 +87,8 @@ def check(config: Config, kind: type[Method], clients: int) -> None:
     if not privacy.on:
         return
     dp_accounting()  # before the training, not after it
+    if privacy.dp_epsilon is not None and privacy.dp_noise is not None:
+        raise UserError("dp_epsilon and dp_noise are both given: each follows from the other, give one")
     if kind.pooled:
         raise UserError(
             f"{kind.name} pools everybody's data: differential privacy of clients is not offered for it"
@@ -110,6 +110,17 @@ def check(config: Config, kind: type[Method], clients: int) -> None:
             f"dp_delta is {privacy.dp_delta:g}: with {clients} clients it must be below {1 / clients:g}, or one could "
             "be given away whole"
         )
+
+
+def check_sent(method: Method) -> None:
+    """Refuse a method that sends, or is answered, something else than whole entries of the common adapter: a client's
+    update of that is what is cut, and all begin a round with the same."""
+    for number in (1, 2):  # odd and even rounds may differ
+        for part in (method.leaves(number), method.arrives(number)):
+            if any(method.layout.by_name.get(entry.name) != entry for entry in part.entries):
+                raise UserError(
+                    f"{method.name} has no differential privacy: something else than the common adapter is sent"
+                )
 
 
 def mechanism(

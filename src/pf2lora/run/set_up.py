@@ -73,6 +73,8 @@ def set_up(
         )
         method = kind.set_up(run, method_settings(config, name))
         private = privacy.mechanism(config, kind, clients, seeds)
+        if private is not None:
+            privacy.check_sent(method)
         # Noise protects from what a client sends, not from how others are judged by it.
         judged = private is None
         schedule = replace(schedule_of(config, *seeds), privacy=private, compare_updates=judged)

@@ -27,7 +27,7 @@ from pf2lora.run.evaluation import (
     not_finite,
     summary,
 )
-from pf2lora.run.result import ROUND_POINTS, Numbers, RoundRecord, SeedRun
+from pf2lora.run.result import POINTS, ROUND_POINTS, Numbers, RoundRecord, SeedRun
 from pf2lora.run.set_up import Trial
 from pf2lora.run.validation import sampled_judge
 from pf2lora.run.warnings import left_out_warnings, training_warnings
@@ -253,6 +253,11 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
         seconds=sum(r.seconds for r in watched.rounds[s]),
         evaluation_seconds=watched.evaluation_seconds / len(trial.seeds),
         peak_memory_bytes=None,
+        resampled={
+            point: found
+            for point, measured in {**watched.last, "deploy": watched.deployed}.items()
+            if point in POINTS and measured and (found := measured.of(own).uncertainty())
+        },
         warnings=[
             *workload.notes,
             *workload.task.notes,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pf2lora.atomic import write_json
+from pf2lora.core.method import take
 from pf2lora.federation.protocol import private
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
@@ -43,7 +44,7 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
         start = trial.state.x[:1].cpu()
         answer = session.common
         if session.privacy is not None:
-            answer = private.absolute(trial.method, start, answer, session.done)
+            answer = private.absolute(trial.method, take(trial.state, [0]), answer, session.done)
         (whole,) = trial.method.common(start, answer.unsqueeze(0), session.done)
         run_folder.save_common(out, trial.model, whole, task.peft_type, config.model.name)
     run_folder.save_description(out, run_folder.description(workload, plan.method, config.training.seed))

@@ -6,14 +6,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pf2lora.core.method import Method, Updates
+from pf2lora.core.method import Method, State, Updates
 from pf2lora.core.privacy import Mechanism
 
 
-def absolute(method: Method, start: Tensor, answer: Tensor, number: int) -> Tensor:
-    """The server's answer to round `number`, `(n,)`, as the method means it; all began at `start (1, P)`."""
-    (begun,) = method.layout.select(start, method.arrives(number))
-    return begun.to(answer) + answer
+def absolute(method: Method, initial: State, answer: Tensor, number: int) -> Tensor:
+    """The server's answer to round `number`, `(n,)`, as the method means it: counted from what a client would have sent
+    in its `initial` state (of one client), where all began."""
+    known: dict[str, Tensor] = {}
+    for n in (max(1, number - 1), number):  # a method may send another part every other round
+        leaves, (sent,) = method.leaves(n), method.send(initial, n)[1]
+        known |= {e.name: sent[leaves.offsets[e.name] :][: e.size] for e in leaves.entries}
+    begun = [known[entry.name] for entry in method.arrives(number).entries]
+    return torch.cat([answer[:0], *begun]).to(answer) + answer
 
 
 def noisy(

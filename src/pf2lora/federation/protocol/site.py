@@ -64,7 +64,7 @@ class SiteSession:
         method = self.setup.method
         answer = to_flat(method.arrives(number - 1), tensors).to(saved.state.x)
         if self.privacy:
-            answer = private.absolute(method, self.setup.initial.x, answer, number - 1)
+            answer = private.absolute(method, self.setup.initial, answer, number - 1)
         return method.receive(saved.state, answer, number - 1), saved
 
     def train(self, number: int, state: State, saved: Checkpoint, fields: dict[str, Any]) -> bytes:
