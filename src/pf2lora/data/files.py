@@ -93,7 +93,9 @@ def expand_paths(patterns: Sequence[str | Path]) -> list[Path]:
 
 def _matches(path: Path, pattern: str) -> list[str]:
     if path.is_dir():
-        matches = [str(p) for p in path.iterdir() if p.suffix.lower() in READERS]
+        matches = [
+            str(p) for p in path.iterdir() if p.suffix.lower() in READERS and not p.name.startswith(".")
+        ]
         if not matches:
             raise UserError(f"{path}: no data file in this folder (known kinds: {', '.join(READERS)})")
     elif path.exists() or not glob.has_magic(pattern):
