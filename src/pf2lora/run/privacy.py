@@ -113,13 +113,13 @@ def check(config: Config, kind: type[Method], clients: int) -> None:
 
 
 def check_sent(method: Method) -> None:
-    """Refuse a method that sends, or is answered, more than the common adapter: a client's update of that is what is
-    cut, and all begin a round with the same."""
+    """Refuse a method that sends, or is answered, something else than whole entries of the common adapter: a client's
+    update of that is what is cut, and all begin a round with the same."""
     for number in (1, 2):  # odd and even rounds may differ
         for part in (method.leaves(number), method.arrives(number)):
-            if any(entry.name not in method.layout.by_name for entry in part.entries):
+            if any(method.layout.by_name.get(entry.name) != entry for entry in part.entries):
                 raise UserError(
-                    f"{method.name} has no differential privacy: more than the common adapter is sent"
+                    f"{method.name} has no differential privacy: something else than the common adapter is sent"
                 )
 
 

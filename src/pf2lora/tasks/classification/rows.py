@@ -59,7 +59,12 @@ class Columns:
     def row(self, record: Record) -> TextRow:
         """The record as a row; an error that names its line if something is missing."""
         pair = record.text(self.pair) if self.pair else None
-        return TextRow(record.text(self.text), record.name(self.label), pair)
+        label = record.name(self.label)
+        if label.casefold() == "nan":  # what many programs write where there was none
+            raise UserError(
+                f"{record.where}: the label {label!r} stands for a missing one: leave the row out, or call it otherwise"
+            )
+        return TextRow(record.text(self.text), label, pair)
 
 
 def choose_columns(
