@@ -35,6 +35,10 @@ def answers(run: LoadedRun, client: str | None, rows: Sequence[Any], own_rows: S
     method = mixture(run)
     if client is None:
         raise UserError("a weight per input is for a client's own adapter: name the client (--client)")
+    if (run.where / "clients" / client / "onboarding.json").exists():
+        raise UserError(
+            f"{client} joined later: its own adapter stands on the whole common one, and nothing is mixed"
+        )
     common, personal = run.client(client)
     shares = own_shares(run, rows, sampled(own_rows, run.saved.seed, client)) * method.mixing_weight
     found = list[Any]()
