@@ -29,9 +29,8 @@ DEEPEST = 64  # objects in objects; what we write and read has at most a dozen
 LARGEST_INTEGER = 2**63 - 1
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_DOTTED = re.compile(
-    r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')){64}"""
-)
+_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""  # of a dotted key; nothing is tried twice
+_DOTTED = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{64}}")
 
 
 # --- bytes and text --------------------------------------------------------------------------------------
@@ -58,7 +57,11 @@ def read_bytes(path: Path, most: int = LARGEST, what: str = "file") -> bytes:
 
 def read_text(path: Path, most: int = LARGEST, what: str = "file") -> str:
     """A file's text, which must be UTF-8 (a byte-order mark is fine)."""
-    data = read_bytes(path, most, what)
+    return decoded(read_bytes(path, most, what), path)
+
+
+def decoded(data: bytes, path: Path) -> str:
+    """The text of bytes that are UTF-8."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

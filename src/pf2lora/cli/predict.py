@@ -42,12 +42,12 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Answer rows with a client's model: labels with their probabilities, answers to questions, texts."""
-    from pf2lora.data.files import READERS, Record
+    from pf2lora.data.files import READERS, Record, kind_of
     from pf2lora.data.writing import check_record_file, write_records
     from pf2lora.parsing import check_text, read_text
 
     lines = list(texts or [])
-    is_table = file is not None and file.suffix.lower() in READERS
+    is_table = file is not None and kind_of(file) in READERS
     if file is not None and not is_table:
         lines += [line for line in read_text(file).splitlines() if line.strip()]
     if lines and is_table:

@@ -28,7 +28,7 @@ from pf2lora.adapters.peft import ADAPTER_CONFIG, BASE_CONFIG, save_peft
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.atomic import PARTIAL, append_line, check_writable, make_folder, write_bytes, write_json, writing
 from pf2lora.core.layout import Layout
-from pf2lora.data.files import READERS
+from pf2lora.data.files import READERS, kind_of
 from pf2lora.errors import UserError, check_path, reading
 from pf2lora.methods import METHODS
 from pf2lora.run import checkpoints
@@ -93,9 +93,7 @@ def check_free(folder: Path, *, force: bool) -> None:
 def check_no_data(folder: Path) -> None:
     """An output folder that holds files of rows is somebody's data, and no place for a run."""
     with reading(folder, "output folder"):
-        files = [
-            p for p in sorted(folder.glob("*")) if p.suffix.lower() in READERS and p.name not in RUN_FILES
-        ]
+        files = [p for p in sorted(folder.glob("*")) if kind_of(p) in READERS and p.name not in RUN_FILES]
     if files:
         raise UserError(
             f"the output folder {str(folder)!r} holds data ({files[0].name}); choose another --out, such as "

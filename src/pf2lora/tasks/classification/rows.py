@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,12 @@ def check_labels(
     """
     if len(labels) < 2:
         raise UserError(f"only one label, {labels[0]!r}, in all training rows; two or more are needed")
+    numbers = [label for label in labels if re.fullmatch(r"-?\d*\.\d+(e-?\d+)?", label)]
+    if len(numbers) > len(labels) / 2:
+        raise UserError(
+            f"the labels are numbers such as {numbers[0]}: classification takes names of classes, and regression is "
+            f"another task (CONTRIBUTING.md has one)"
+        )
     for client in clients:
         for part in (client.train, client.test):
             for index, row in enumerate(part):
