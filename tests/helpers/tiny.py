@@ -243,7 +243,7 @@ SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
     "rolora": (RoLoRA, {}),
     "fedavgm": (FedAvgM, {}),
     "fedadam": (FedAdam, {}),
-    "fedyogi": (FedYogi, {"tau": 0.01}),
+    "fedyogi": (FedYogi, {"server_lr": 0.1, "tau": 0.01}),
     "scaffold": (Scaffold, {"clients": 3}),
     "fedex-lora": (FedExLoRA, {"trained_rank": 2}),
     "local": (Local, {}),

@@ -7,8 +7,8 @@ The average of the factors is not the average of the products. What is missing, 
 
 is added to the frozen weights of every client, `W = W_0 + s·(R + B A)`. That of one round has rank (K − 1)·r for K
 clients, the sum over rounds in the end that of W_0, and is as large as the model. Here R is the nearest matrix of rank
-`residual_rank`, in factors beside B and A: one LoRA of rank r + residual_rank, of which the first r are trained and sent,
-and all of it comes back.
+`residual_rank`, in factors beside B and A: one LoRA of rank r + residual_rank, of which the first r are trained and
+sent, and all of it comes back.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ class ServerSession:
             "time": time.time(),
         }
         tensors = {"common": self.common} if self.common is not None else {}
-        tensors |= {f"{KEPT}{i}": tensor.contiguous() for i, tensor in enumerate(tensors_of(self.kept))}
+        tensors |= {f"{KEPT}{i}": tensor.clone() for i, tensor in enumerate(tensors_of(self.kept))}
         path = self.folder / f"round-{self.done:06d}.safetensors"
         with writing(self.folder):
             atomic.write_bytes(path, save(tensors, metadata={"server": json.dumps(knowledge)}))

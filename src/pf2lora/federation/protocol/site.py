@@ -78,7 +78,7 @@ class SiteSession:
         stays, leaves = method.send(state, number)
         if leaves.numel() and not bool(torch.isfinite(leaves).all()):
             raise Diverged(f"the common adapter of {client!r} became infinite in round {number}")
-        unpruned = None if stays is state else state.x
+        unpruned = None if stays.x is state.x else state.x
         self.latest = Checkpoint(number, saved.steps + self.steps, stays, unpruned)
         self.folder.save(self.latest)
         tensors = {}
