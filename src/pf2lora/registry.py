@@ -6,27 +6,27 @@ stands for is imported when it is asked for: a list of names costs nothing.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
-from pf2lora.errors import UserError, unknown
+from pf2lora.errors import UserError, one_line, shown, unknown
 
 T = TypeVar("T")
 
 
 class Registry(Mapping[str, type[T]], Generic[T]):
-    """`what` is what the names are of ("method"), `own` maps each of our names to `module:Class`, and installed
-    packages add theirs in the entry point group `pf2lora.<what>s`. Every class says its own `name`. `other_names` says
-    what we call what others call differently."""
+    """`what` is what the names are of ("method"), `own` maps each of our names to `module:Class`, `base` is the
+    class that all of them extend, and installed packages add theirs in the entry point group `pf2lora.<what>s`. Every
+    class says its own `name`. `other_names` says what we call what others call differently."""
 
     def __init__(
-        self, what: str, own: Mapping[str, str], other_names: Mapping[str, str] | None = None
+        self, what: str, own: Mapping[str, str], base: str, other_names: Mapping[str, str] | None = None
     ) -> None:
-        self.what, self.own, self.other_names = what, dict(own), dict(other_names or {})
+        self.what, self.own, self.base, self.other_names = what, dict(own), base, dict(other_names or {})
 
     @cached_property
     def installed(self) -> dict[str, EntryPoint]:
@@ -66,11 +66,16 @@ class Registry(Mapping[str, type[T]], Generic[T]):
     def imported(self, path: str) -> type[T]:
         module, _, attribute = path.partition(":")
         try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"the {self.what} {path!r} cannot be imported: {error}") from error
+            found = getattr(import_module(module), attribute)
+        except Exception as error:  # whatever a module does when it is imported
+            raise UserError(f"the {self.what} {shown(path)} cannot be imported: {one_line(error)}") from error
         if not isinstance(found, type) or not isinstance(getattr(found, "name", None), str):
-            raise UserError(f"{path!r} is no {self.what}: a class with a `name` is needed")
+            raise UserError(f"{shown(path)} is no {self.what}: a class with a `name` is needed")
+        home, _, base = self.base.partition(":")
+        if path not in self.own.values() and not issubclass(found, getattr(import_module(home), base)):
+            raise UserError(
+                f"{shown(path)} is no {self.what}: it does not extend {self.base.replace(':', '.')}"
+            )
         return found
 
     def name_of(self, given: str | type[T]) -> str:

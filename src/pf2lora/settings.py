@@ -9,7 +9,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from pf2lora.errors import UserError, unknown
+from pf2lora.errors import UserError, shown, unknown
+from pf2lora.parsing import LARGEST_INTEGER, is_whole
 
 
 def setting(default: Any, help: str, *, column: bool = False, everyday: bool = False) -> Any:
@@ -39,7 +40,7 @@ def types_of(kind: type) -> dict[str, Any]:
 def from_table(kind: type, values: Mapping[str, Any], where: str) -> Any:
     """A `kind` of checked values; an unknown key is an error with the nearest valid name."""
     if not isinstance(values, Mapping):
-        raise UserError(f"{where} must be a table, not {values!r}")
+        raise UserError(f"{where} must be a table, not {shown(values)}")
     return kind(**checked(types_of(kind), values, where))
 
 
@@ -55,6 +56,11 @@ def checked(known: Mapping[str, Any], values: Mapping[str, Any], where: str) -> 
 
 def convert(value: Any, kind: Any, where: str) -> Any:
     """`value` as `kind` (str, int, float, bool, tuple[str, ...], or one of them or None or a word)."""
+    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        raise UserError(f"{where} must be a number below 2^63, not {shown(value)}")
+    for text in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(text, str) and not is_whole(text):
+            raise UserError(f"{where} holds half of a surrogate pair, which is no character: {shown(text)}")
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) or is_union(kind) else (kind,)
     words = [word for option in options if is_word(option) for word in typing.get_args(option)]
     if (value is None and type(None) in options) or (isinstance(value, str) and value in words):
@@ -64,19 +70,19 @@ def convert(value: Any, kind: Any, where: str) -> Any:
         try:
             value = wanted(value)
         except ValueError:
-            raise UserError(f"{where} must be a number or {' or '.join(words)}, not {value!r}") from None
+            raise UserError(f"{where} must be a number or {' or '.join(words)}, not {shown(value)}") from None
     if typing.get_origin(wanted) is tuple:
         items = [value] if isinstance(value, str) else value
         if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
             return tuple(items)
-        raise UserError(f"{where} must be a list of strings, not {value!r}")
+        raise UserError(f"{where} must be a list of strings, not {shown(value)}")
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if wanted is float and isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{where} must be a finite number, not {value!r}")
+        raise UserError(f"{where} must be a finite number, not {shown(value)}")
     if isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):
         return value
-    raise UserError(f"{where} must be of type {wanted.__name__}, not {value!r}")
+    raise UserError(f"{where} must be of type {wanted.__name__}, not {shown(value)}")
 
 
 def is_union(kind: Any) -> bool:

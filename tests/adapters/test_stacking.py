@@ -29,7 +29,7 @@ from pf2lora.core.randomness import participants
 from pf2lora.engines.batches import Batch
 from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.methods import METHODS
-from pf2lora.methods.hetlora import HetLoRA
+from pf2lora.methods.rank_per_client import RankPerClient
 
 KINDS = ["roberta", "bert", "mpnet", "deberta-v2", "gpt2", "llama"]
 
@@ -52,7 +52,8 @@ def one_by_one(method: Method, p: Problem, schedule: Schedule) -> tuple[list[Sta
     """M separate states of one client each, and a server: the states before the last average and after it."""
     M = len(p.x)
     alone = [
-        replace(method, ranks=(method.ranks[k],)) if isinstance(method, HetLoRA) else method for k in range(M)
+        replace(method, ranks=(method.ranks[k],)) if isinstance(method, RankPerClient) else method
+        for k in range(M)
     ]
     states = [alone[k].init(p.x[k : k + 1], p.y[k : k + 1]) for k in range(M)]
     done, before, server = [0] * M, list(states), method.first_server(p.x[:0, 0])
@@ -144,7 +145,7 @@ def test_permuting_clients_permutes_results(setting: str) -> None:
     method = build(setting, p)
     moved = (
         replace(method, ranks=tuple(method.ranks[k] for k in order))
-        if isinstance(method, HetLoRA)
+        if isinstance(method, RankPerClient)
         else method
     )
     schedule = Schedule(rounds=3, steps=2, weighting="size")

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from little_world import LEARNING, World, command_line, make_world, opened, sentences, write_csv, write_jsonl
+from little_world import (
+    LEARNING,
+    World,
+    command_line,
+    make_world,
+    opened,
+    sentences,
+    write_csv,
+    write_jsonl,
+)
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -60,6 +69,24 @@ def test_evaluate_gives_what_the_run_measured(
     for metric, value in found.items():
         wanted = served[metric].per_client[1]
         assert value == (wanted if wanted is None else pytest.approx(wanted, abs=1e-6)), metric
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_plain_peft_gives_what_a_client_is_served(method: str, world: World) -> None:
+    """What the run measured, whatever the method makes of x and y before a client uses them."""
+    loaded = opened(world.root / "all", method)
+    folder = loaded.where / ("common" if loaded.saved.shares_one_model else "clients/south")
+    base = AutoModelForSequenceClassification.from_pretrained(
+        world.model, config=AutoConfig.from_pretrained(folder)
+    )
+    plain = PeftModel.from_pretrained(base, str(folder)).eval()
+    texts = [row.text for row in rows_tested(world.root / "all", "south")]
+    tokens = AutoTokenizer.from_pretrained(world.model)(
+        texts, return_tensors="pt", padding=True, truncation=True, max_length=16
+    )
+    with torch.no_grad():
+        ours = loaded.model(*loaded.client("south"), **tokens).logits
+        torch.testing.assert_close(plain(**tokens).logits, ours, atol=1e-5, rtol=0)
 
 
 def test_predict_agrees_with_evaluate(
@@ -267,7 +294,7 @@ def test_nothing_to_predict(run: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for args, message in (
         ([], "nothing to predict"),
         (["  "], "an empty text"),
-        (["--file", "x"], "cannot be read"),
+        (["--file", "x"], "no such file"),
     ):
         code, _, err = command_line(monkeypatch, capsys, "predict", run, *args)
         assert (code, err.count("\n")) == (2, 1) and message in err

@@ -40,7 +40,8 @@ def test_every_method_gives_the_local_engines_numbers(
         rounds = small.sessions[site].folder.rounds()
         saved = small.sessions[site].folder.load(rounds[-1], small.setups[site].initial) if rounds else None
         own = saved.state if saved else small.setups[site].initial
-        assert own.y.numel() == 0 or (own.y[0] - state.y[k]).abs().max() <= 1e-5
+        # AdamW makes whole steps of gradients that are hardly more than rounding, so y may differ by more than x.
+        assert own.y.numel() == 0 or (own.y[0] - state.y[k]).abs().max() <= 3e-5
         served = small.setups[site].method.receive(own, small.coordinator.common, 4)
         assert (served.x[0] - state.x[k]).abs().max() <= 1e-5
 

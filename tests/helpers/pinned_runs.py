@@ -1,7 +1,7 @@
 """Small runs of every method on every task, boiled down to numbers that a rebuild must not change.
 
-`python tests/helpers/pinned_runs.py` writes pinned_runs.json anew; a commit that does so says what changed and why.
-With `--missing` it records what is not there yet, and leaves the rest.
+`python tests/helpers/pinned_runs.py` writes pinned_runs.json anew, with names of methods for these alone; a commit that
+changes a number says which and why.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,11 +23,9 @@ from small_federation import Small, make_plan, write_site_file
 from tiny_tasks import write_generation_task, write_question_task
 
 from pf2lora import federate
+from pf2lora.methods import METHODS, resolved
 
 RECORDED = Path(__file__).with_name("pinned_runs.json")
-METHODS = ("pf2lora", "pf2lora-joint", "homlora", "per-fedavg", "hetlora", "centralized", "local")
-FIELD = ("fedavgm", "fedadam", "fedyogi", "scaffold", "fedsa-lora", "ffa-lora", "rolora")
-# FedEx-LoRA's residual is a product: its factors, by a singular value decomposition, differ between processors.
 TASKS = ("classification", "question-answering", "generation")
 WAYS = ("all at once", "one a pass", "federation")
 NAMES = ("north", "south", "west")
@@ -49,16 +48,10 @@ OF_TASK: dict[str, dict[str, Any]] = {
 }
 CASES = [
     (method, task, way)
-    for method in METHODS
+    for method in METHODS.own
     for task in TASKS
     for way in WAYS
     if not (method == "centralized" and way == "federation")  # it pools everybody's data
-] + [
-    (method, task, way)
-    for method in FIELD
-    for task in TASKS
-    for way in WAYS
-    if task == "classification" or way == "one a pass"
 ]
 
 
@@ -157,16 +150,17 @@ def projections(tensors: dict[str, torch.Tensor]) -> list[float]:
     return [round(v, 9) for v in found]
 
 
-def record(*, missing: bool = False) -> None:
-    found = json.loads(RECORDED.read_text()) if missing else {}
+def record(methods: Sequence[str]) -> None:
+    """The runs of some methods, beside what is recorded of the others."""
+    found = json.loads(RECORDED.read_text())
     for case in CASES:
-        if name_of(*case) in found:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            found[name_of(*case)] = run(*case, Path(folder))
-        print(name_of(*case), file=sys.stderr)
-    RECORDED.write_text(json.dumps(found, indent=None, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+        if case[0] in methods:
+            with tempfile.TemporaryDirectory() as folder:
+                found[name_of(*case)] = run(*case, Path(folder))
+            print(name_of(*case), file=sys.stderr)
+    known = {name_of(*case): found[name_of(*case)] for case in CASES if name_of(*case) in found}
+    RECORDED.write_text(json.dumps(known, indent=None, separators=(",", ":")).replace('},"', '},\n"') + "\n")
 
 
 if __name__ == "__main__":
-    record(missing="--missing" in sys.argv)
+    record(resolved(sys.argv[1:] or ["all"]))

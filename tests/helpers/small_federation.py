@@ -155,7 +155,12 @@ class Small:
         for site, request in requests.items():
             setup = self.setups[site]
             answer = self.sessions[site].answer(read_request(request))
-            AllowList(setup.method, setup.metrics, messages.dtype_named(self.plan.wire)).check(answer)
+            AllowList(
+                setup.method,
+                setup.metrics,
+                messages.dtype_named(self.plan.wire),
+                private=self.plan.run.privacy.on,
+            ).check(answer)
             self.messages.append((site, answer))
             answers[site] = self.tamper(site, answer)
         return answers

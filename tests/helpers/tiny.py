@@ -32,6 +32,7 @@ from pf2lora.methods.fedex_lora import FedExLoRA
 from pf2lora.methods.fedprox import FedProx
 from pf2lora.methods.fedsa_lora import FedSALoRA
 from pf2lora.methods.ffa_lora import FFALoRA
+from pf2lora.methods.flexlora import FlexLoRA
 from pf2lora.methods.hetlora import HetLoRA
 from pf2lora.methods.homlora import HomLoRA
 from pf2lora.methods.homlora_bias import HomLoRABias
@@ -246,6 +247,7 @@ SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
     "fedyogi": (FedYogi, {"server_lr": 0.1, "tau": 0.01}),
     "scaffold": (Scaffold, {"clients": 3}),
     "fedex-lora": (FedExLoRA, {"trained_rank": 2}),
+    "flexlora": (FlexLoRA, {"ranks": (1, 3, 4)}),
     "local": (Local, {}),
 }
 

@@ -10,10 +10,9 @@ import torch
 from tiny import Problem, regression_problem, tiny_problem
 from torch import Tensor
 
-from pf2lora.core.factors import truncated
 from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.errors import UserError
-from pf2lora.methods.fedex_lora import FedExLoRA
+from pf2lora.methods.fedex_lora import FedExLoRA, nearest
 from pf2lora.methods.homlora import HomLoRA
 
 
@@ -35,17 +34,17 @@ def error(p: Problem, done: Round, weights: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(9, 7, 3), (4, 7, 6), (9, 3, 5), (5, 5, 5)])
-def test_truncated_factors_are_the_nearest_of_their_rank(rows: int, columns: int, rank: int) -> None:
+def test_the_factors_are_the_nearest_of_their_rank(rows: int, columns: int, rank: int) -> None:
     random = torch.Generator().manual_seed(0)
-    B = torch.randn(2, rows, 6, generator=random, dtype=torch.float64)
-    A = torch.randn(2, 6, columns, generator=random, dtype=torch.float64)
-    U, V = truncated(B, A, rank)
-    assert U.shape == (2, rows, rank) and V.shape == (2, rank, columns)
+    B = torch.randn(rows, 6, generator=random, dtype=torch.float64)
+    A = torch.randn(6, columns, generator=random, dtype=torch.float64)
+    U, V = nearest(B, A, rank)
+    assert U.shape == (rows, rank) and V.shape == (rank, columns)
     u, s, v = torch.linalg.svd(B @ A, full_matrices=False)
-    s[:, rank:] = 0
-    torch.testing.assert_close(U @ V, u * s.unsqueeze(1) @ v, rtol=0, atol=1e-12)
-    torch.testing.assert_close(U.norm(dim=1), V.norm(dim=2), rtol=0, atol=1e-12)  # shared equally
-    assert (U.norm(dim=1).diff(dim=1) <= 1e-12).all()  # the largest first
+    s[rank:] = 0
+    torch.testing.assert_close(U @ V, u * s @ v, rtol=0, atol=1e-12)
+    torch.testing.assert_close(U.norm(dim=0), V.norm(dim=1), rtol=0, atol=1e-12)  # shared equally
+    assert (U.norm(dim=0).diff() <= 1e-12).all()  # the largest first
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "size"])
@@ -108,7 +107,7 @@ def test_only_the_first_ranks_are_trained_sent_and_counted() -> None:
 
 
 def test_the_adapter_has_room_for_the_residual() -> None:
-    assert FedExLoRA.adapter_ranks(8, 2, {}) == (40, 0)
+    assert FedExLoRA.adapter_ranks(8, 2, {}) == (32, 0)
     assert FedExLoRA.adapter_ranks(8, 2, {"residual_rank": 3}) == (11, 0)
     assert FedExLoRA.adapter_ranks(8, 2, {"rank": 4, "residual_rank": 0}) == (4, 0)
     with pytest.raises(UserError, match="residual_rank is -1; it must be at least 0"):

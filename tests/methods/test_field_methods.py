@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_methods import gradient_at, run
-from tiny import Problem, build, regression_problem, tiny_problem
+from tiny import SETTINGS, Problem, build, regression_problem, tiny_problem
 from torch import Tensor
 
 from pf2lora.core.optim import adamw, no_moments
@@ -246,3 +246,26 @@ def test_feddpa_f_between_homlora_and_fine_tuning(scaling: float, client_scaling
 def test_a_share_outside_0_and_1_is_refused() -> None:
     with pytest.raises(UserError, match=r"mixing_weight is 1\.5"):
         FedDPAT(regression_problem().layout, mixing_weight=1.5)
+
+
+# --- every method with every head --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["shared", "personal", "frozen"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_method_takes_every_head(setting: str, head: str) -> None:
+    """What is personal stays with its client, y is in nothing that leaves, and what a client uses has this head."""
+    p = tiny_problem("roberta", head=head, client_rank=4)
+    method = build(setting, p)
+    done = run(method, p, rounds=2, participation=0.7)[-1]
+    batches = [p.source.draw(ALL, [n] * 3) for n in range(4, 4 + method.personal_draws)]
+    x, y = method.personal(p.F, done.served, *batches)
+    loss = p.F(x, y, p.source.draw(ALL, [9] * 3))
+    assert x.shape == p.x.shape and y.shape == p.y.shape and torch.isfinite(loss).all()
+    assert (x - p.x).abs().max() > 1e-3
+    if head == "personal" and method.federated:
+        own = slice(p.layout.shared, None)
+        assert torch.equal(done.served.x[:, own], done.before.x[:, own])
+        assert not torch.equal(done.served.x[0, own], done.served.x[1, own])
+    _, sent = method.send(done.before, 2)
+    assert not torch.isin(done.before.y[done.before.y != 0], sent).any()

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from pf2lora.core.method import State
 from pf2lora.engines.local import Schedule, train
-from pf2lora.methods.hetlora import HetLoRA, initial_ranks
+from pf2lora.methods.hetlora import HetLoRA
 from pf2lora.methods.homlora import HomLoRA
+from pf2lora.methods.rank_per_client import initial_ranks
 
 ALL = [0, 1, 2]
 

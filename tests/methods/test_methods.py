@@ -139,7 +139,7 @@ def test_per_fedavg_is_measured_after_one_step_on_the_clients_own_batch() -> Non
 @pytest.mark.parametrize("name", [n for n in METHODS if not METHODS[n].adapts_before_use])
 def test_the_others_are_measured_as_they_are(name: str) -> None:
     p = regression_problem()
-    options: dict[str, Any] = {"ranks": (4, 4, 4)} if name == "hetlora" else {}
+    options: dict[str, Any] = {"ranks": (4, 4, 4)} if "ranks" in METHODS[name].derived else {}
     method = METHODS[name](p.layout, **options)
     x, y = method.personal(p.F, method.init(p.x, p.y), p.source.draw(ALL, [0] * 3))
     assert torch.equal(x, p.x) and torch.equal(y, p.y)

@@ -9,9 +9,11 @@ import torch
 from tiny import Problem, build, regression_problem, tiny_problem
 from torch import Tensor
 
+from pf2lora.core.layout import Layout
 from pf2lora.core.method import Updates
-from pf2lora.core.optim import adamw, no_moments
+from pf2lora.core.optim import OPTIMIZERS, no_moments
 from pf2lora.engines.local import Round, Schedule, train
+from pf2lora.errors import UserError
 from pf2lora.methods.fedsa_lora import FedSALoRA
 from pf2lora.methods.ffa_lora import FFALoRA
 from pf2lora.methods.homlora import HomLoRA
@@ -84,20 +86,26 @@ def test_a_head_that_is_trained_is_a_clients_own(asked: str, has: str) -> None:
 # ---- FFA-LoRA ----
 
 
-def test_ffas_step_is_adamw_on_b_and_the_head() -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_ffas_step_is_the_optimizers_on_b_and_the_head_each_at_its_rate(optimizer: str) -> None:
     p = regression_problem(client_rank=0)
-    method = FFALoRA(p.layout, lr=0.02)
-    state, x, moments = method.init(p.x, p.y), p.x, None
+    method = FFALoRA(p.layout, lr=0.02, optimizer=optimizer, b_lr_ratio=3.0)
+    state, x = method.init(p.x, p.y), p.x
+    moments = {own: no_moments(kind(p, x, own)) for own in ("B", "head")}
     for i in range(3):
         batch = p.source.draw([0, 1, 2], [i] * 3)
         state, _ = method.step(p.F, state, batch)
         x_ = x.detach().requires_grad_()
         gradient = torch.autograd.grad(p.F(x_, p.y, batch).sum(), x_)[0]
-        gradient, old = kind(p, gradient, "B", "head"), kind(p, x, "B", "head")
-        new, moments = adamw(gradient, moments or no_moments(old), old, 0.02)
-        x = p.layout.replaced(x, p.layout.shared_kinds("B", "head"), new)
+        for own, lr in (("B", 0.06), ("head", 0.02)):
+            old, slope = kind(p, x, own), kind(p, gradient, own)
+            new, moments[own] = OPTIMIZERS[optimizer](slope, moments[own], old, lr, weight_decay=0.01)
+            part = Layout.of(e for e in p.layout.entries if e.kind == own)
+            x = p.layout.replaced(x, part, new)
     close(state.x, x)
     assert torch.equal(kind(p, state.x, "A"), kind(p, p.x, "A"))
+    with pytest.raises(UserError, match=r"b_lr_ratio is 0\.0; it must be above 0"):
+        FFALoRA(p.layout, b_lr_ratio=0.0)
 
 
 def test_ffas_average_of_products_is_the_product_of_averages() -> None:
@@ -141,8 +149,9 @@ def test_rounds_of_rolora_move_and_send_one_factor() -> None:
 
 def test_a_first_round_of_rolora_is_one_of_ffa() -> None:
     p = regression_problem(client_rank=0)
-    ours, ffa = (rounds_of(m(p.layout, lr=0.03), p, rounds=1)[0] for m in (RoLoRA, FFALoRA))
-    assert torch.equal(ours.served.x, ffa.served.x)
+    methods = RoLoRA(p.layout, lr=0.03), FFALoRA(p.layout, lr=0.03, b_lr_ratio=1.0)
+    ours, ffa = (rounds_of(method, p, rounds=1)[0] for method in methods)
+    close(ours.served.x, ffa.served.x)
 
 
 def test_each_kind_of_round_of_rolora_has_its_own_optimizer() -> None:

@@ -31,7 +31,7 @@ def close(a: Tensor, b: Tensor) -> None:
 def test_fedavgm_without_momentum_is_homlora(participation: float) -> None:
     p = tiny_problem("roberta", client_rank=0)
     common = {"rounds": 4, "weighting": "size", "participation": participation}
-    ours = rounds_of(FedAvgM(p.layout, lr=0.01, server_lr=1.0, momentum=0.0), p, **common)
+    ours = rounds_of(FedAvgM(p.layout, lr=0.01, momentum=0.0), p, **common)
     for one, other in zip(ours, rounds_of(HomLoRA(p.layout, lr=0.01), p, **common)):
         close(one.served.x, other.served.x)
 
@@ -52,6 +52,8 @@ def test_two_steps_of_each_by_hand() -> None:
     layout = regression_problem(client_rank=0).layout
     # m = 0.2, x = 0.5·0.2; m = 0.9·0.2 + 0.1 = 0.28, x = 0.1 + 0.5·0.28
     assert answers(FedAvgM(layout, server_lr=0.5, momentum=0.9), [0.2, 0.1]) == pytest.approx([0.1, 0.24])
+    # without a rate it is 1 − β: x = 0.1·0.2, then 0.02 + 0.1·0.28
+    assert answers(FedAvgM(layout, momentum=0.9), [0.2, 0.1]) == pytest.approx([0.02, 0.048])
     options: dict[str, Any] = {"server_lr": 0.5, "beta1": 0.9, "beta2": 0.99, "tau": 0.1}
     # m = 0.02; v = 0.99·0.01 + 0.01·0.04; then m = 0.9·0.02 + 0.1·0.3; v = 0.99·v + 0.01·0.09
     v = [0.99 * 0.01 + 0.01 * 0.04]

@@ -162,7 +162,7 @@ def test_parts_are_merged_and_conflicts_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'local' was run with seeds \[0\], 'hetlora' with \[0, 1\]"):
         records.read([a, d])
     d.write_text("{broken\n", encoding="utf8")
-    with pytest.raises(UserError, match="line 1: not valid JSON"):
+    with pytest.raises(UserError, match="line 1: broken JSON"):
         records.read([d])
 
 

@@ -59,6 +59,7 @@ OTHERS: dict[str, Any] = {  # a value other than the default for every setting
     "keep": "last",
     "patience": 3,
     "personal_steps": 7,
+    "dp_delta": 1e-4,
     "seed": 11,
     "seeds": 2,
     "device": "cpu",
@@ -291,9 +292,7 @@ def test_a_client_rate_of_zero_and_whole_numbers_for_fractions_are_legal() -> No
 
 def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     code, out, err = command_line(monkeypatch, capsys, "train", tmp_path / "none.toml")
-    assert (
-        (code, out) == (2, "") and err.startswith("pf2lora: there is no config file") and err.count("\n") == 1
-    )
+    assert (code, out) == (2, "") and "no such config file" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

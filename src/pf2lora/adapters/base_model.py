@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,7 @@ from pf2lora.adapters.architectures import HEADS
 from pf2lora.errors import UserError
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+SAMPLED = 1024  # numbers of a tensor whose places count, beside the sum of all of them
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
 
 
@@ -110,3 +112,17 @@ FRESH = "parameters_not_in_checkpoint"
 def fresh_parameters(model: PreTrainedModel) -> frozenset[str]:
     """The names of the parameters that no checkpoint gave."""
     return getattr(model, FRESH, frozenset())
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """Of every tensor the sum of its numbers read as integers, which a change of any one shows, and some numbers in
+    their places. It is to notice another model, and costs little beside loading it."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        bits = tensor.detach().reshape(-1)
+        bits = bits.view(integers[bits.element_size()]) if bits.dtype != torch.bool else bits.to(torch.uint8)
+        some = bits[:: max(1, len(bits) // SAMPLED)].cpu().numpy().tobytes()
+        total = int(bits.sum(dtype=torch.int64))
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total} ".encode() + some)
+    return digest.hexdigest()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
@@ -17,9 +18,10 @@ from transformers.pytorch_utils import Conv1D
 from pf2lora.adapters.base_model import fresh_parameters
 from pf2lora.adapters.layers import Adapted
 from pf2lora.adapters.two_level import TwoLevelModel
-from pf2lora.atomic import write_bytes, write_json
+from pf2lora.atomic import make_folder, write_bytes, write_json, writing
 from pf2lora.core.factors import down, up
 from pf2lora.core.layout import Layout
+from pf2lora.errors import CannotWrite
 
 ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_CONFIG = (
@@ -98,7 +100,7 @@ def save_peft(
         tensors[f"base_model.model.{name}.lora_B.weight"] = B
         ranks[name] = A.shape[0]
     tensors |= {f"base_model.model.{name}": t for name, t in whole_tensors(model, shared).items()}
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     contiguous = {name: t.detach().float().cpu().contiguous().clone() for name, t in tensors.items()}
     write_bytes(folder / WEIGHTS, save(contiguous, metadata={"format": "pt"}))
     config = peft_config(model, ranks, peft_type, base_model)
@@ -149,5 +151,9 @@ def save_merged(folder: Path, model: TwoLevelModel, common: Tensor, personal: Te
     state = merged_state(model, common, personal)
     model.remove()
     model.model.load_state_dict(state)
-    model.model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with writing(folder):
+        try:
+            model.model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        except SafetensorError as error:  # a full disk is one too
+            raise CannotWrite(folder, error) from None

@@ -15,7 +15,7 @@ from pf2lora.cli.predict import predict
 from pf2lora.cli.report import report
 from pf2lora.cli.train import compare, train
 from pf2lora.cli.use import evaluate, export, onboard
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, one_line
 
 app = typer.Typer(
     help="Personalized federated LoRA fine-tuning of language models.",
@@ -62,5 +62,5 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"pf2lora: {error}", file=sys.stderr)
+        print(f"pf2lora: {one_line(error)}", file=sys.stderr)
         sys.exit(2)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pf2lora.cli.options import ListCommand, described
+from pf2lora.cli.options import WRITTEN, ListCommand, described
 
 if TYPE_CHECKING:
     from pf2lora.data.summary import Summary
@@ -27,7 +27,7 @@ def data() -> None:
 def show(
     settings: dict[str, Any],
     figure: Annotated[
-        Path | None, typer.Option("--figure", help="Draw it too: a .svg, .png or .pdf file.")
+        Path | None, typer.Option("--figure", help="Draw it too: a .svg, .png or .pdf file.", **WRITTEN)
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the figure.")] = False,
 ) -> None:

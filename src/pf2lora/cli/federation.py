@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pf2lora.cli.options import ListCommand, configured, read_config
+from pf2lora.cli.options import WRITTEN, ListCommand, configured, read_config
 from pf2lora.errors import UserError
 
 app = typer.Typer(help="Federate across machines (NVIDIA FLARE).", no_args_is_help=True)
@@ -50,7 +50,9 @@ def rehearse(
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
-    out: Annotated[Path, typer.Option("--out", help="The run folder to write.")] = Path("runs/federation"),
+    out: Annotated[Path, typer.Option("--out", help="The run folder to write.", **WRITTEN)] = Path(
+        "runs/federation"
+    ),
     force: Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")] = False,
 ) -> None:
     """Try a whole federation on this machine: authority, server and one process per site, with mutual TLS."""
@@ -106,7 +108,7 @@ def tell(line: str) -> None:
 @app.command()
 def provision(
     project: Annotated[Path, typer.Argument(help="project.toml: name, host, port, sites.")],
-    out: Annotated[Path, typer.Option("--out", help="A new folder for the kits.")] = Path("kits"),
+    out: Annotated[Path, typer.Option("--out", help="A new folder for the kits.", **WRITTEN)] = Path("kits"),
 ) -> None:
     """Make a start-up kit for the server, every site and the lead."""
     from pf2lora.federation.flare.provision import provision as make

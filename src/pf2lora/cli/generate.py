@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from pf2lora.cli.use import ClientName, Device, Json, Method, Run, open_run
+from pf2lora.cli.use import ClientName, Device, Json, Method, Model, Run, open_run
 from pf2lora.errors import UserError
+from pf2lora.parsing import check_text
 
 
 def generate(
@@ -27,6 +28,7 @@ def generate(
     ] = None,
     method: Method = None,
     device: Device = "auto",
+    model: Model = None,
     as_json: Json = False,
 ) -> None:
     """Continue prompts with a client's model: one line of output for each prompt."""
@@ -37,7 +39,9 @@ def generate(
         raise UserError("nothing to continue: give prompts, or --file with one prompt a line")
     if any(not prompt.strip() for prompt in wanted):
         raise UserError("an empty prompt cannot be continued")
-    loaded = open_run(run, method, device)
+    for prompt in wanted:
+        check_text(prompt, "the prompts")
+    loaded = open_run(run, method, device, model)
     from pf2lora.tasks.generation.task import Generation
 
     task = loaded.task

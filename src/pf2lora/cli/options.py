@@ -21,6 +21,20 @@ from pf2lora.settings import column_settings, is_word, settings_of, types_of
 from pf2lora.tasks import TASKS
 from pf2lora.tasks.settings import TaskSettings
 
+
+def path_to_write(text: str | Path) -> Path:
+    """A file or folder to write, as the user named it. An empty name, such as a shell's unset variable, would be the
+    current folder."""
+    if not str(text).strip():
+        raise UserError(
+            "an empty name for what is written, such as --out '': name it ('.' is the current folder)"
+        )
+    return Path(text)
+
+
+WRITTEN: dict[str, Any] = {"parser": path_to_write, "metavar": "PATH"}
+"""For every option that names what is written."""
+
 EVERYDAY, TRAINING, TASK = "Everyday", "Method and training", "Task"
 SHORTER = {"hypergradient_mode": "--hypergradient"}
 OWN = ("out",)  # commands have options of their own for these

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from pf2lora.cli.options import columned, with_columns
-from pf2lora.cli.use import ClientName, Device, Json, Method, Run, open_run
+from pf2lora.cli.options import WRITTEN, columned, with_columns
+from pf2lora.cli.use import ClientName, Device, Json, Method, Model, Run, open_run
 from pf2lora.errors import UserError
 
 
@@ -30,16 +30,20 @@ def predict(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Write the rows with their answers: .jsonl, .json, .csv, .tsv, .parquet."),
+        typer.Option(
+            "--out", help="Write the rows with their answers: .jsonl, .json, .csv, .tsv, .parquet.", **WRITTEN
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the --out file.")] = False,
     method: Method = None,
     device: Device = "auto",
+    model: Model = None,
     as_json: Json = False,
 ) -> None:
     """Answer rows with a client's model: labels with their probabilities, answers to questions, texts."""
-    from pf2lora.data.files import READERS, Record, read_text
+    from pf2lora.data.files import READERS, Record
     from pf2lora.data.writing import check_record_file, write_records
+    from pf2lora.parsing import check_text, read_text
 
     lines = list(texts or [])
     is_table = file is not None and file.suffix.lower() in READERS
@@ -51,9 +55,11 @@ def predict(
         raise UserError("nothing to predict: give texts, or --file with a data file or one text a line")
     if any(not line.strip() for line in lines):
         raise UserError("an empty text cannot be answered")
+    for line in lines:
+        check_text(line, "the texts")
     if out is not None:
         check_record_file(out, force)
-    loaded = open_run(run, method, device)
+    loaded = open_run(run, method, device, model)
     task, traits = with_columns(loaded.config.task, settings), loaded.saved.traits
     if is_table and file is not None:
         records = task.read_records(file)
@@ -70,7 +76,7 @@ def predict(
         write_records(out, answered)
         typer.echo(f"{len(answered)} rows with what {client or 'the common model'} answers: {out}", err=True)
     if as_json:
-        typer.echo(json.dumps(answered, ensure_ascii=False))
+        typer.echo(json.dumps(answered, ensure_ascii=False, default=str))
     elif out is None:
         for own, line in zip(found, lines or [first_text(record.values) for record in records]):
             typer.echo(readable(own, line))

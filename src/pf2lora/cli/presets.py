@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pf2lora.atomic import write_json, write_text
-from pf2lora.cli.options import Choice, choices, with_settings
+from pf2lora.atomic import check_writable, make_folder, write_json, write_text, writing
+from pf2lora.cli.options import WRITTEN, Choice, choices, with_settings
 from pf2lora.errors import UserError
+from pf2lora.folder_lock import locked
 from pf2lora.reproduce.preset import Preset, to_toml
 from pf2lora.reproduce.presets import load_preset
 from pf2lora.run.config import in_tables
@@ -41,7 +42,9 @@ Only = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", help="Folder of the results (default: runs/ and the name).", show_default=False),
+    typer.Option(
+        "--out", help="Folder of the results (default: runs/ and the name).", show_default=False, **WRITTEN
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Do everything anew, replacing what is in the folder.")]
 Search = Annotated[
@@ -118,25 +121,25 @@ def execute(
     if grid and preset.grid is None:
         raise UserError(f"{preset.name} has no grid: its rates are those of the preset that it is like")
     folder = out or Path("runs") / preset.name
-    claim(folder, preset, force)
     if not preset.counted:
         from pf2lora.cli.show import quiet_libraries
 
         quiet_libraries()
-    findings = list(find(preset, folder, grid, settings.get("model")))
-    show(paper, preset, findings, folder)
+    with locked(folder):
+        claim(folder, preset, force)
+        findings = list(find(preset, folder, grid, settings.get("model")))
+        show(paper, preset, findings, folder)
 
 
 def claim(folder: Path, preset: Preset, force: bool) -> None:
     """The folder, found out before the work to be writable; with `force`, without what these runs left there."""
-    try:
+    check_writable(folder)
+    with writing(folder):
         for run in preset.runs if force else ():
             for left in ("result.json", "grid.json"):
                 (folder / run.name / left).unlink(missing_ok=True)
             shutil.rmtree(folder / run.name / "parts", ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: no folder can be made here: {error.strerror}") from None
+        make_folder(folder)
 
 
 def find(preset: Preset, folder: Path, grid: bool, model: str | None) -> list[Finding]:

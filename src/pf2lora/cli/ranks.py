@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pf2lora.atomic import write_text
+from pf2lora.atomic import make_folder, write_text
+from pf2lora.cli.options import WRITTEN
 from pf2lora.errors import UserError
 
 
@@ -18,7 +19,7 @@ def ranks(
     method: Annotated[
         str, typer.Option("--method", help="Of this method (default: the first two-level one).")
     ] = "",
-    out: Annotated[Path, typer.Option("--out", help="Folder of the result.")] = Path("runs/ranks"),
+    out: Annotated[Path, typer.Option("--out", help="Folder of the result.", **WRITTEN)] = Path("runs/ranks"),
 ) -> None:
     """What decides the rank: learned ranks against how different and how hard a client's data is."""
     from pf2lora.reproduce.ranks import draw, markdown, points, two_level
@@ -34,7 +35,7 @@ def ranks(
         if not known or (method and method not in known):
             raise UserError(f"{file}: no run of a method with client adapters ({', '.join(result.methods)})")
         found += points(result, method or known[0])
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     text = markdown(found, method or known[0])
     write_text(out / "ranks.md", text)
     typer.echo(text)

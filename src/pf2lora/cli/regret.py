@@ -9,8 +9,9 @@ import typer
 from typer.core import TyperCommand
 
 from pf2lora.atomic import write_text
-from pf2lora.cli.options import spread_lists
+from pf2lora.cli.options import WRITTEN, spread_lists
 from pf2lora.errors import UserError
+from pf2lora.folder_lock import locked
 
 LISTS = {"--tasks", "--variants", "--read"}
 
@@ -33,7 +34,9 @@ def regret(
     tasks: Annotated[
         list[str] | None, typer.Option("--tasks", help="Only these tasks (default: all whose data is there).")
     ] = None,
-    variants: Annotated[list[str] | None, typer.Option("--variants", help="Only these variants.")] = None,
+    variants: Annotated[
+        list[str] | None, typer.Option("--variants", help="Only these variants, or sets of methods.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The first seed.")] = 0,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, from --seed on.")] = 3,
     tries: Annotated[
@@ -49,7 +52,9 @@ def regret(
     minutes: Annotated[
         float, typer.Option("--minutes", help="Begin no run that would end later than this.")
     ] = float("inf"),
-    out: Annotated[Path, typer.Option("--out", help="Folder of the result.")] = Path("runs/regret"),
+    out: Annotated[Path, typer.Option("--out", help="Folder of the result.", **WRITTEN)] = Path(
+        "runs/regret"
+    ),
     read: Annotated[
         list[Path] | None,
         typer.Option("--read", help="Run nothing: merge these files of finished runs into --out."),
@@ -95,7 +100,8 @@ def regret(
         say(f"left out: {line}")
     todo = order(chosen, choose_variants(variants or []))
     try:
-        failures = execute_all(plan, todo, out, seconds=60 * minutes, say=say)
+        with locked(out):
+            failures = execute_all(plan, todo, out, seconds=60 * minutes, say=say)
     except KeyboardInterrupt:
         say(
             f"stopped; the finished runs are in {out / records.FILE}, and the same command goes on from there"

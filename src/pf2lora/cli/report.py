@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pf2lora.errors import UserError
+from pf2lora.cli.options import WRITTEN
+from pf2lora.errors import UserError, check_path, reading
 
 FILE = "report.html"
 
@@ -17,7 +18,8 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The file to write (default: RUN/report.html for one run, ./report.html for several)."
+            help="The file to write (default: RUN/report.html for one run, ./report.html for several).",
+            **WRITTEN,
         ),
     ] = None,
 ) -> None:
@@ -35,10 +37,17 @@ def _target(runs: list[Path], out: Path | None) -> Path:
     """Where to write. A file that is not a report of ours is never replaced."""
     from pf2lora.report import GENERATOR
 
-    one = runs[0] if runs[0].is_dir() else runs[0].parent
+    with reading(check_path(runs[0]), "run folder"):
+        one = runs[0] if runs[0].is_dir() else runs[0].parent
     target = out or (one / FILE if len(runs) == 1 else Path(FILE))
-    if target.is_dir():
-        raise UserError(f"{target}: a folder; --out names the file to write, such as {target / FILE}")
-    if target.exists() and GENERATOR not in target.read_text(encoding="utf-8", errors="replace")[:2000]:
-        raise UserError(f"{target}: exists and is not a report of pf2lora; name another file with --out")
+    with reading(check_path(target)):
+        if target.is_dir():
+            raise UserError(f"{target}: a folder; --out names the file to write, such as {target / FILE}")
+        if target.exists():
+            with target.open(encoding="utf-8", errors="replace") as file:
+                ours = GENERATOR in file.read(2000)
+            if not ours:
+                raise UserError(
+                    f"{target}: exists and is not a report of pf2lora; name another file with --out"
+                )
     return target

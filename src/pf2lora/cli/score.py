@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pf2lora.errors import UserError
+from pf2lora.parsing import read_json, read_text
 
 if TYPE_CHECKING:
     from pf2lora.tasks.generation.scores import Scores
@@ -90,11 +91,7 @@ def read_items(system: Path, references: Path) -> tuple[list[str], list[list[str
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
-    try:
-        value = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise UserError(f"{path}: not valid JSON: {error.msg} ({place})") from None
+    value = read_json(path)
     if not isinstance(value, dict):
         raise UserError(f"{path}: a JSON object is needed, not a {type(value).__name__}")
     return value
@@ -102,21 +99,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def _lines(path: Path) -> list[str]:
     # Not splitlines(): a text may hold characters such as U+2028, which end no line of the file.
-    text = _text(path)
+    text = read_text(path)
     if not text:
         raise UserError(f"{path} is empty")
     return [line.strip() for line in text.removesuffix("\n").split("\n")]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _show_scores(title: str, scores: Scores, as_json: bool) -> None:

@@ -14,8 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from pf2lora.report import choices
+from pf2lora.report.findings import conclusions
 from pf2lora.run import numbers
 from pf2lora.run.result import Point, Result
+from pf2lora.run.verdicts import best
 from pf2lora.tasks.settings import Metric
 
 if TYPE_CHECKING:
@@ -67,13 +69,21 @@ def show_result(result: Result, out: Path | None) -> None:
     seeds = max(len(method.runs) for method in result.methods.values())
     several = f", mean ± deviation of {seeds} seeds" if seeds > 1 else ""
     unit = " in %" if about.percent else ""
-    console.print(f"\n[bold]{escape(result.title)}[/bold]: {about.label}{unit} over clients{several}")
+    tests = sum(client.test for client in result.clients)
+    console.print(
+        f"\n[bold]{escape(result.title)}[/bold]: {about.label}{unit} over clients ({tests} test rows){several}"
+    )
     console.print(score_table(result))
+    for sentence in conclusions(result):
+        console.print(escape(sentence), soft_wrap=True)
     for name, method in result.methods.items():
         chosen = choices.sentence(result, name)
         if chosen:
             whose = f"{escape(method.label)} deploys" if len(result.methods) > 1 else "deploy"
             console.print(f"{whose}: {escape(chosen)}")
+    for method in result.methods.values():
+        for line in dict.fromkeys(run.privacy.sentence() for run in method.runs if run.privacy):
+            console.print(f"privacy of {escape(method.label)}: {escape(line)}", soft_wrap=True)
     for method in result.methods.values():
         if method.failed is not None:
             console.print(
@@ -85,8 +95,9 @@ def show_result(result: Result, out: Path | None) -> None:
 
 
 def score_table(result: Result) -> Table:
-    """One line per method, the best in bold: by what clients deploy, where all chose; worst client and spread are of
-    the same. Narrow enough for 80 columns with deviations, for which the spread makes room."""
+    """One line per method, the best in bold (several, if test rows and seeds cannot tell them apart): by what clients
+    deploy, where all chose; worst client and spread are of the same. Narrow enough for 80 columns with deviations, for
+    which the spread makes room."""
     about = result.metrics[result.metric]
 
     def shown(name: str, point: Point, what: str = "mean") -> str:
@@ -104,9 +115,7 @@ def score_table(result: Result) -> Table:
     of_clients = ("worst\nclient", "spread") if spread else ("worst\nclient",)
     for column in (*(POINTS[p] for p in points), *of_clients, "sent per\nround", "training\nseconds"):
         table.add_column(column, justify="right", no_wrap=True)
-    decisive = {name: result.estimate(name, result.point, result.metric) for name in result.methods}
-    known = {name: e.mean for name, e in decisive.items() if e is not None}
-    best = (max if about.higher_is_better else min)(known, key=lambda n: known[n], default=None)
+    leading = best(result)
     for name, method in result.methods.items():
         table.add_row(
             escape(method.label),
@@ -115,7 +124,7 @@ def score_table(result: Result) -> Table:
             *([shown(name, result.point, "spread")] if spread else []),
             numbers.size(method.runs[0].bytes_per_round.total) if method.runs else "–",
             f"{sum(run.seconds for run in method.runs):.0f}" if method.runs else "failed",
-            style="bold" if name == best else None,
+            style="bold" if name in leading else None,
         )
     return table
 

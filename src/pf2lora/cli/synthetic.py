@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pf2lora.atomic import write_text
+from pf2lora.atomic import check_writable, make_folder, write_text
+from pf2lora.cli.options import WRITTEN
 from pf2lora.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite what is in the f
 
 
 def synthetic(
-    out: Annotated[Path, typer.Option("--out", help="Folder of the result.")] = Path("runs/synthetic"),
+    out: Annotated[Path, typer.Option("--out", help="Folder of the result.", **WRITTEN)] = Path(
+        "runs/synthetic"
+    ),
     seed: Seed = 0,
     seeds: Seeds = 1,
     upper: Annotated[str, typer.Option("--upper", help="Optimizer of x: sgd or adamw.")] = "sgd",
@@ -67,7 +70,9 @@ def synthetic(
 
 
 def theorem(
-    out: Annotated[Path, typer.Option("--out", help="Folder of the result.")] = Path("runs/theorem"),
+    out: Annotated[Path, typer.Option("--out", help="Folder of the result.", **WRITTEN)] = Path(
+        "runs/theorem"
+    ),
     seed: Seed = 0,
     seeds: Seeds = 5,
     condition: Annotated[float, typer.Option("--condition", help="Condition number L/µ.")] = 5.0,
@@ -97,10 +102,7 @@ def _free(folder: Path, name: str, force: bool) -> list[Path]:
         raise UserError(
             f"{existing[0]} exists already: name another folder with --out, or overwrite it with --force"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: no folder can be made here: {error.strerror}") from None
+    check_writable(make_folder(folder))
     return files
 
 

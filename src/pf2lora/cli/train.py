@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pf2lora.cli.options import configured, read_config
+from pf2lora.cli.options import WRITTEN, configured, read_config
 from pf2lora.errors import UserError
 from pf2lora.methods import SETS
-from pf2lora.run.config import Config, to_commented_toml
+from pf2lora.run.config import Config, to_commented_toml, with_found_model
 
 if TYPE_CHECKING:
     from pf2lora.run.result import Result
 
-Out = Annotated[Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday")]
+Out = Annotated[
+    Path, typer.Option("--out", help="The run folder to write.", rich_help_panel="Everyday", **WRITTEN)
+]
 OutIfGiven = Annotated[
     Path | None,
     typer.Option(
@@ -24,6 +26,7 @@ OutIfGiven = Annotated[
         help="The run folder to write [dim](default: runs/ and the command's name)[/dim]",
         rich_help_panel="Everyday",
         show_default=False,
+        **WRITTEN,
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
@@ -101,7 +104,9 @@ def execute(
 
         show_dry_run(config)
         return
+    config = with_found_model(config)
     from pf2lora.cli.show import quiet_libraries, show_clients, show_note, show_result
+    from pf2lora.folder_lock import check_unused
     from pf2lora.run import api
     from pf2lora.run.comparison import prepare
     from pf2lora.run.folder import check_free
@@ -110,6 +115,7 @@ def execute(
 
     quiet_libraries()
     # Before the model is loaded: a mistaken --out should not cost a minute.
+    check_unused(out)
     if not resume:
         check_free(out, force=force)
     elif result := ended(config, out, force=force):

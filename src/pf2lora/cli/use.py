@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pf2lora.cli.options import columned, with_columns
+from pf2lora.cli.options import WRITTEN, columned, with_columns
 from pf2lora.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ Run = Annotated[Path, typer.Argument(help="The run folder.")]
 ClientName = Annotated[str | None, typer.Option("--client", help="Whose model; without, the common one.")]
 Method = Annotated[str | None, typer.Option("--method", help="Which method of a run of several.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+Model = Annotated[
+    str | None, typer.Option("--model", help="Where the base model is now (default: where it was).")
+]
 Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
 
 
@@ -30,12 +33,13 @@ def evaluate(
     client: ClientName = None,
     method: Method = None,
     device: Device = "auto",
+    model: Model = None,
     as_json: Json = False,
 ) -> None:
     """Measure a client's model on a file."""
     from pf2lora.data.loading import read_rows
 
-    loaded = open_run(run, method, device)
+    loaded = open_run(run, method, device, model)
     rows = read_rows(with_columns(loaded.config.task, settings), file, loaded.saved.labels)
     scores = loaded.task.score(loaded.answers(client, rows), rows)
     if as_json:
@@ -56,9 +60,10 @@ def onboard(
     ] = None,
     method: Method = None,
     device: Device = "auto",
+    model: Model = None,
 ) -> None:
     """Fit a new client's own adapter on the frozen common one, and add the client to the run."""
-    loaded = open_run(run, method, device)
+    loaded = open_run(run, method, device, model)
     loaded = replace(loaded, config=replace(loaded.config, task=with_columns(loaded.config.task, settings)))
     from pf2lora.run.onboarding import onboard as fit_newcomer
 
@@ -69,28 +74,36 @@ def onboard(
 
 def export(
     run: Run,
-    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder to write.", **WRITTEN)],
     client: ClientName = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="One merged model instead of base and adapter.")
     ] = False,
     method: Method = None,
+    model: Model = None,
 ) -> None:
     """Write a client's adapter as a PEFT folder, or merged into the base model."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{str(out)!r} exists and is not empty; choose another --out")
-    loaded = open_run(run, method, "cpu")
+    from pf2lora.atomic import check_writable, new_folder
+    from pf2lora.errors import check_path, reading
+
+    with reading(check_path(out), "folder"):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{str(out)!r} exists and is not empty; choose another --out")
+    check_writable(out.parent)
+    loaded = open_run(run, method, "cpu", model)
     from pf2lora.adapters.peft import save_merged, save_peft
 
     common, personal = loaded.client(client)
-    if merge:
-        save_merged(out, loaded.model, common[0], personal[0], loaded.task.tokenizer)
-    else:
-        save_peft(out, loaded.model, common[0], personal[0], loaded.task.peft_type, loaded.config.model.name)
+    with new_folder(out) as folder:
+        if merge:
+            save_merged(folder, loaded.model, common[0], personal[0], loaded.task.tokenizer)
+        else:
+            kind, base = loaded.task.peft_type, loaded.config.model.name
+            save_peft(folder, loaded.model, common[0], personal[0], kind, base)
     typer.echo(str(out))
 
 
-def open_run(run: Path, method: str | None, device: str) -> LoadedRun:
+def open_run(run: Path, method: str | None, device: str, model: str | None = None) -> LoadedRun:
     """The run's method, on a device."""
     from pf2lora.run.config import config_file
 
@@ -99,7 +112,7 @@ def open_run(run: Path, method: str | None, device: str) -> LoadedRun:
     from pf2lora.run.saved import load_run
 
     quiet_libraries()
-    loaded = load_run(run, method, device)
+    loaded = load_run(run, method, device, model=model, on_note=lambda line: typer.echo(line, err=True))
     others = [name for name in loaded.config.training.method if name != loaded.saved.method]
     if others and method is None:
         typer.echo(

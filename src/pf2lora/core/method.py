@@ -124,6 +124,7 @@ class Method(ABC):
     draws: ClassVar[int] = 1  # batches that one local step needs
     two_level: ClassVar[bool] = False  # has client adapters y
     pooled: ClassVar[bool] = False  # one learner on everybody's data
+    not_private: ClassVar[str] = ""  # why noise on the mean of what clients send would not protect them
     federated: ClassVar[bool] = True  # exchanges anything at all
     adapts_before_use: ClassVar[bool] = (
         False  # `personal` does something: clients do not use x and y as they are

@@ -25,6 +25,19 @@ def singular_values(down: Tensor, up: Tensor) -> Tensor:
     return torch.linalg.svdvals(left @ right.mT)
 
 
+def truncated_svd(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`U (m, rank), S (rank,), V (n, rank)` of `up (m, R) @ down (R, n)`, whose dense form is never made.
+
+    The columns of U and V are orthonormal also where singular values are zero. A pair's sign is free: the largest entry
+    of each column of V is positive, so that the same product gives the same factors.
+    """
+    left, right = torch.linalg.qr(up), torch.linalg.qr(down.mT)
+    U, S, Vh = torch.linalg.svd(left.R @ right.R.mT, full_matrices=False)
+    U, V = left.Q @ U[:, :rank], right.Q @ Vh[:rank].mT
+    signs = V.gather(0, V.abs().argmax(0, keepdim=True)).sign()
+    return U * signs, S[:rank], V * signs
+
+
 def ninety_percent_rank(singular_values: Tensor) -> Tensor:
     """The paper's rank: how many of the largest singular values (last axis, descending) make up 90% of their sum.
 

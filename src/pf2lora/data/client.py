@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from pf2lora.data.files import Record, columns_of, natural_order, read_records, require_column
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, shown
 
 Row = TypeVar("Row", covariant=True)
+LONGEST_NAME = (
+    200  # bytes; a file system takes 255, of which its file's ending and a temporary name need some
+)
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,37 @@ class Pool(Generic[Row]):
 
 
 def check_name(name: str, where: str | Path) -> str:
-    """A client's name, which must serve as a folder's name: its adapter is written to clients/<name>/."""
-    if name in ("", ".", "..") or any(c in '/\\:*?"<>|' or not c.isprintable() for c in name):
-        raise UserError(f"{where}: {name!r} cannot name a client: it cannot be a folder's name")
+    """A client's name, which must serve as a folder's name on any system: its adapter is written to clients/<name>/."""
+    if why := why_no_folder(name):
+        raise UserError(f"{where}: {shown(name)} cannot name a client: it cannot be a folder's name ({why})")
     return name
+
+
+def why_no_folder(name: str) -> str:
+    """Why a folder cannot be called so; nothing where it can."""
+    if not name.strip(". "):
+        return "nothing but dots and blanks"
+    if bad := [c for c in name if c in '/\\:*?"<>|' or not c.isprintable()]:
+        return f"it holds {bad[0]!r}"
+    if name != name.strip() or name.endswith("."):
+        return "a blank or a dot at its end, or a blank before it"
+    if len(name.encode("utf8")) > LONGEST_NAME:
+        return f"longer than {LONGEST_NAME} bytes"
+    if re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name):
+        return "Windows keeps it for a device"
+    return ""
+
+
+def check_apart(names: Iterable[str], where: str | Path) -> None:
+    """No two names that some file system takes for one: they differ in case, or in how Unicode spells a letter."""
+    seen: dict[str, str] = {}
+    for name in names:
+        same = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+        if same in seen:
+            raise UserError(
+                f"{where}: the clients {seen[same]!r} and {name!r} would share a folder on some systems: rename one"
+            )
+        seen[same] = name
 
 
 def records_per_client(
@@ -62,6 +94,7 @@ def records_per_client(
             raise UserError(f"{files[name]} and {path} would both be client {name!r}: rename one of them")
         files[name] = path
         clients[name] = read(path)
+    check_apart(clients, "--clients")
     return clients
 
 
@@ -73,7 +106,11 @@ def _by_column(
         records = read(path)
         require_column(column, columns_of(records), path, "--client-column")
         for record in records:
-            clients.setdefault(check_name(record.name(column), record.where), []).append(record)
+            name = record.name(column)
+            if name not in clients:
+                clients[check_name(name, record.where)] = []
+            clients[name].append(record)
+    check_apart(clients, f"--client-column {column}")
     return {name: clients[name] for name in natural_order(clients)}
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pf2lora.atomic import check_writable, make_folder, write_figure
 from pf2lora.data.summary import Summary
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, check_path, reading
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,8 +27,10 @@ def check_figure_file(file: Path, force: bool = False) -> None:
         raise UserError(
             f"{file}: a figure is written as {', '.join(KINDS)}, not {file.suffix or 'no suffix'!r}"
         )
-    if file.is_dir() or (file.exists() and not force):
-        raise UserError(f"{file} exists already: name another file, or overwrite it with --force")
+    with reading(check_path(file)):
+        if file.is_dir() or (file.exists() and not force):
+            raise UserError(f"{file} exists already: name another file, or overwrite it with --force")
+    check_writable(file)
 
 
 def draw(summary: Summary, file: Path, title: str) -> None:
@@ -49,12 +52,11 @@ def draw(summary: Summary, file: Path, title: str) -> None:
         if rows > CROWD:
             shares.tick_params(axis="y", labelsize=6)
         shares.set_ylim(rows - 0.4, -0.6)  # the first client on top
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        figure.suptitle(title.replace("$", r"\$"), x=0.01, ha="left", fontweight="bold")
         handles, labels = shares.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None} if file.suffix.lower() == ".svg" else None  # same data, same file
-        figure.savefig(file, dpi=160, metadata=metadata)
+        make_folder(file.parent)
+        write_figure(file, figure, dpi=160)
 
 
 def _draw_shares(axes: Axes, summary: Summary) -> None:

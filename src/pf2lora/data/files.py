@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import glob
 import io
-import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pf2lora.errors import UserError, missing_extra
+from pf2lora.errors import UserError, check_path, listed, missing_extra, nearest, reading, shown
+from pf2lora.parsing import LARGEST, json_value, read_json, read_text
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Record:
             raise UserError(f"{self.where}: empty text in column {column!r}")
         value = self.values[column]
         if not isinstance(value, str):
-            raise UserError(f"{self.where}: column {column!r} holds {value!r}, not a text")
+            raise UserError(f"{self.where}: column {column!r} holds {shown(value)}, not a text")
         return value
 
     def name(self, column: str) -> str:
@@ -52,8 +52,11 @@ class Record:
             raise UserError(f"{self.where}: nothing in column {column!r}")
         value = self.values[column]
         if not isinstance(value, str | int | float):
-            raise UserError(f"{self.where}: column {column!r} holds {value!r}, not a name or a number")
+            raise UserError(f"{self.where}: column {column!r} holds {shown(value)}, not a name or a number")
         return as_name(value)
+
+
+MOST_DIGITS = 1000  # of what is ordered as a number; Python itself refuses more than 4300
 
 
 def as_name(value: str | int | float) -> str:
@@ -69,7 +72,8 @@ def natural_order(names: Iterable[str]) -> list[str]:
 
     def key(name: str) -> tuple[list[tuple[bool, int, str]], str]:
         parts = re.findall(r"\d+|\D+", name)
-        return [(not p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in parts], name
+        numbers = [int(p) if p.isdecimal() and len(p) <= MOST_DIGITS else None for p in parts]
+        return [(n is None, n or 0, p) for n, p in zip(numbers, parts)], name
 
     return sorted(set(names), key=key)
 
@@ -81,19 +85,24 @@ def expand_paths(patterns: Sequence[str | Path]) -> list[Path]:
     """Files for paths, globs and folders, each file once: in the order given, a glob's in natural order."""
     found: dict[Path, None] = {}
     for pattern in patterns:
-        path = Path(pattern)
-        if path.is_dir():
-            matches = [str(p) for p in path.iterdir() if p.suffix.lower() in READERS]
-            if not matches:
-                raise UserError(f"{path}: no data file in this folder (known kinds: {', '.join(READERS)})")
-        elif path.exists() or not glob.has_magic(str(pattern)):
-            matches = [str(path)]
-        else:
-            matches = glob.glob(str(pattern), recursive=True)
-            if not matches:
-                raise UserError(f"no file matches {str(pattern)!r}")
-        found.update(dict.fromkeys(map(Path, natural_order(matches))))
+        path = check_path(Path(pattern))
+        with reading(path, "file or folder"):
+            found.update(dict.fromkeys(map(Path, natural_order(_matches(path, str(pattern))))))
     return list(found)
+
+
+def _matches(path: Path, pattern: str) -> list[str]:
+    if path.is_dir():
+        matches = [str(p) for p in path.iterdir() if p.suffix.lower() in READERS]
+        if not matches:
+            raise UserError(f"{path}: no data file in this folder (known kinds: {', '.join(READERS)})")
+    elif path.exists() or not glob.has_magic(pattern):
+        matches = [str(path)]
+    else:
+        matches = glob.glob(pattern, recursive=True)
+        if not matches:
+            raise UserError(f"no file matches {pattern!r}")
+    return matches
 
 
 # --- reading files ---------------------------------------------------------------------------------------
@@ -105,33 +114,13 @@ def read_records(path: str | Path) -> list[Record]:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise UserError(f"{path}: unknown kind of file {path.suffix!r} (known: {', '.join(READERS)})")
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    records = list(reader(path))
+    with reading(check_path(path)):
+        if not path.is_file():
+            raise UserError(f"{path}: no such file")
+        records = list(reader(path))
     if not records:
         raise UserError(f"{path}: no rows in this file")
     return records
-
-
-def read_text(path: Path) -> str:
-    """A file's text, which must be UTF-8 (a byte-order mark is fine)."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}, line {line}: not UTF-8; save the file with that encoding") from None
-
-
-def read_json(path: Path) -> Any:
-    """A whole JSON document."""
-    try:
-        return json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno}: broken JSON ({error.msg})") from None
 
 
 def read_tsv(path: Path, header: Sequence[str] | None = None, skip_short: bool = False) -> Iterator[Record]:
@@ -170,11 +159,7 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
     # Not splitlines(): JSON strings may hold U+2028 and other characters that it takes for line ends.
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}, line {number}: broken JSON ({error.msg})") from None
-            yield _object(values, path, f"line {number}")
+            yield _object(json_value(line, f"{path}, line {number}"), path, f"line {number}")
 
 
 def _read_json_list(path: Path) -> Iterator[Record]:
@@ -187,15 +172,36 @@ def _read_json_list(path: Path) -> Iterator[Record]:
 
 def _read_parquet(path: Path) -> Iterator[Record]:
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import parquet
     except ImportError:
         raise missing_extra("pyarrow", "parquet", f"reading {path}") from None
+    number = size = 0
     try:
-        rows = parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
-    for number, values in enumerate(rows, 1):
-        yield Record(values, str(path), f"row {number}")
+        with parquet.ParquetFile(path) as file:
+            _check_parquet(file.metadata, path)
+            for batch in file.iter_batches(PARQUET_ROWS):
+                size += batch.nbytes  # as it is when unpacked: a few bytes can stand for many rows
+                if size > LARGEST:
+                    raise UserError(
+                        f"{path}: unpacked, larger than {LARGEST >> 20} MiB, the most that a file may be"
+                    )
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Record(values, str(path), f"row {number}")
+    except UserError:
+        raise
+    except Exception as error:  # the bytes are foreign: whatever a parser raises, they are no parquet
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path}: not a readable parquet file ({reason[:200]})") from None
+
+
+def _check_parquet(about: Any, path: Path) -> None:
+    """What a file says of itself must fit, before anything is unpacked."""
+    size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+    if about.num_columns > MOST_COLUMNS or size > LARGEST:
+        raise UserError(
+            f"{path}: {about.num_columns} columns of {size >> 20} MiB; at most {MOST_COLUMNS} and {LARGEST >> 20} MiB"
+        )
 
 
 def _object(values: Any, path: Path, place: str) -> Record:
@@ -206,9 +212,11 @@ def _object(values: Any, path: Path, place: str) -> Record:
 
 def _checked_header(names: list[str], path: Path) -> list[str]:
     names = [name.strip() for name in names]
-    twice = [name for name in names if names.count(name) > 1]
+    if len(names) > MOST_COLUMNS:
+        raise UserError(f"{path}, line 1: {len(names)} columns; a file may have {MOST_COLUMNS}")
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise UserError(f"{path}, line 1: two columns named {twice[0]!r}")
+        raise UserError(f"{path}, line 1: two columns named {shown(twice[0])}")
     return names
 
 
@@ -217,6 +225,9 @@ def _record(header: Sequence[str], fields: list[str], path: Path, line: int) -> 
         raise UserError(f"{path}, line {line}: {len(fields)} fields where there are {len(header)} columns")
     return Record(dict(zip(header, fields)), str(path), f"line {line}")
 
+
+MOST_COLUMNS = 10_000
+PARQUET_ROWS = 256  # unpacked at a time
 
 READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".jsonl": _read_jsonl,
@@ -239,10 +250,9 @@ def require_column(name: str, columns: Sequence[str], file: str | Path, flag: st
     """`name` if it is one of `columns`; else an error that lists those there are."""
     if name in columns:
         return name
-    near = difflib.get_close_matches(name, columns, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
     given = f" (named by {flag})" if flag else ""
-    raise UserError(f"{file}: no column {name!r}{given}{hint} (columns: {', '.join(columns)})")
+    hint = nearest(name, columns)
+    raise UserError(f"{file}: no column {shown(name)}{given}{hint} (columns: {listed(columns)})")
 
 
 def choose_column(
@@ -253,9 +263,8 @@ def choose_column(
         return require_column(explicit, columns, file, flag)
     found = find_column(columns, candidates)
     if found is None:
-        listed = ", ".join(columns)
         raise UserError(
-            f"{file}: no column looks like the {flag[2:]}; name it with {flag} (columns: {listed})"
+            f"{file}: no column looks like the {flag[2:]}; name it with {flag} (columns: {listed(columns)})"
         )
     return found
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pf2lora.data import partition
-from pf2lora.data.client import Client, Pool, check_name
+from pf2lora.data.client import Client, Pool, check_apart, check_name
 from pf2lora.data.files import Record, columns_of, natural_order, require_column
 from pf2lora.data.settings import DataSettings
 from pf2lora.data.split import MINIMUM_ROWS
@@ -36,6 +36,7 @@ def share_out(pool: Pool[Row], key: Callable[[Row], str], data: DataSettings, se
     names, rule = PARTITIONS[data.partition or ""](keys, data, seed)
     for name in names:
         check_name(name, "partition")
+    check_apart(names, "partition")
     parts = _parts(rule, keys.train, "training rows"), _parts(rule, keys.test, "test rows")
     for name, train, test in zip(names, *parts):
         if len(train) + len(test) < MINIMUM_ROWS:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pf2lora.atomic import write_bytes
-from pf2lora.errors import UserError, missing_extra
+from pf2lora.atomic import check_writable, write_bytes
+from pf2lora.errors import UserError, check_path, missing_extra, reading
 
 Rows = Sequence[dict[str, Any]]
 
@@ -19,10 +19,12 @@ def check_record_file(path: Path, force: bool) -> None:
     """Said before anything is computed: the kind is known, and no file is lost."""
     if path.suffix.lower() not in WRITERS:
         raise UserError(f"{path}: unknown kind of file {path.suffix!r} (known: {', '.join(WRITERS)})")
-    if path.exists() and not force:
-        raise UserError(f"{path} exists; choose another --out, or --force to replace it")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"{path}: there is no folder {str(path.parent)!r}")
+    with reading(check_path(path)):
+        if path.exists() and not force:
+            raise UserError(f"{path} exists; choose another --out, or --force to replace it")
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{path}: there is no folder {str(path.parent)!r}")
+    check_writable(path)
     if path.suffix.lower() == ".parquet":
         _arrow(path)
 
@@ -30,18 +32,15 @@ def check_record_file(path: Path, force: bool) -> None:
 def write_records(path: Path, rows: Rows) -> None:
     """The rows as the file's suffix says, whole or not at all."""
     data = WRITERS[path.suffix.lower()](rows, path)
-    try:
-        write_bytes(path, data)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+    write_bytes(path, data)
 
 
 def _jsonl(rows: Rows, path: Path) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
 
 
 def _json(rows: Rows, path: Path) -> bytes:
-    return (json.dumps(rows, ensure_ascii=False, indent=1) + "\n").encode()
+    return (json.dumps(rows, ensure_ascii=False, indent=1, default=str) + "\n").encode()
 
 
 def _table(delimiter: str) -> Callable[[Rows, Path], bytes]:
@@ -58,7 +57,7 @@ def _table(delimiter: str) -> Callable[[Rows, Path], bytes]:
 
 def _cell(value: Any) -> Any:
     """Lists and objects as JSON, which the reader takes apart again."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else value
 
 
 def _parquet(rows: Rows, path: Path) -> bytes:

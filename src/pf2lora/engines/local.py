@@ -23,9 +23,11 @@ from pf2lora.core.method import (
     put,
     take,
 )
+from pf2lora.core.privacy import Mechanism
 from pf2lora.core.randomness import participants
 from pf2lora.engines.bad_clients import UpdateLedger, change, check_enough, lost, without
 from pf2lora.engines.batches import BatchSource
+from pf2lora.engines.private import common_start, noisy
 from pf2lora.engines.stepper import PlainStepper, Stepper, make_stepper
 from pf2lora.errors import UserError
 
@@ -38,7 +40,7 @@ class Schedule:
     training data, `clients_per_pass` bounds memory and changes no number. A run with several `seeds` is as many
     federations of the same clients side by side, which share passes and nothing else. `max_bad` clients may be left
     out of a federation's round as bad ones (None: half of its participants); `compare_updates` off, nobody is judged
-    by the others' updates.
+    by the others' updates. `privacy` puts noise on the averages.
     """
 
     rounds: int
@@ -49,6 +51,7 @@ class Schedule:
     seeds: tuple[int, ...] = (0,)
     max_bad: int | None = None
     compare_updates: bool = True
+    privacy: Mechanism | None = None
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps"):
@@ -217,6 +220,8 @@ def train(
             for s, seed in enumerate(seeds)
         ]
         chosen = [i for federation in federations for i in federation]
+        expected = [len(federation) for federation in federations]
+        starts = [common_start(method, take(state, f), number) for f in federations if schedule.privacy]
         collected, order, bad = [], list[int](), dict[int, str]()
         for variants_for_round, together in passes(method, state, chosen, per_pass, number):
             part = moved(take(state, together), device)
@@ -255,6 +260,8 @@ def train(
         leaving = take(state, chosen)
         stays, sent = method.send(leaving, number)
         updates = by_server(sent, federations, clients, source.sizes, schedule.weighting, number)
+        if schedule.privacy is not None:
+            updates = [noisy(schedule.privacy, *of) for of in zip(updates, starts, expected, seeds)]
         answers, servers = zip(*(method.merge(own, server) for own, server in zip(updates, servers)))
         common = torch.stack(answers)
         served = state
@@ -274,14 +281,15 @@ def by_server(
     sizes: Sequence[int],
     weighting: str,
     number: int,
-) -> Iterator[Updates]:
+) -> list[Updates]:
     """What each federation's server gets; `sent` is what the federations' learners sent, one after the other."""
-    start = 0
+    found, start = [], 0
     for s, federation in enumerate(federations):
         weights = merge_weights([sizes[i] for i in federation], weighting).to(sent.device)
         positions = tuple(i - s * clients for i in federation)
-        yield Updates(sent[start : start + len(federation)], weights, positions, number)
+        found.append(Updates(sent[start : start + len(federation)], weights, positions, number))
         start += len(federation)
+    return found
 
 
 def to_learners(common: Tensor, clients: int) -> Tensor:

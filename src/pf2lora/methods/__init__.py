@@ -32,9 +32,11 @@ METHODS: Registry[Method] = Registry(
         "fedyogi": "pf2lora.methods.server_optimizers:FedYogi",
         "scaffold": "pf2lora.methods.scaffold:Scaffold",
         "fedex-lora": "pf2lora.methods.fedex_lora:FedExLoRA",
+        "flexlora": "pf2lora.methods.flexlora:FlexLoRA",
         "centralized": "pf2lora.methods.centralized:Centralized",
         "local": "pf2lora.methods.local:Local",
     },
+    "pf2lora.core.method:Method",
     other_names={
         "fedavg": "homlora",
         "fedit": "homlora",
@@ -57,12 +59,22 @@ SETS: dict[str, tuple[str, ...]] = {
     ),
     "aggregation": (
         *("homlora", "hetlora", "fedprox", "fedavgm", "fedadam", "fedyogi", "scaffold", "ffa-lora"),
-        *("rolora", "fedex-lora"),
+        *("rolora", "fedex-lora", "flexlora"),
     ),
 }
 """Names for several methods: those of PF2LoRA's paper, those that give each client something of its own, and those that
 differ in how one common adapter is trained and averaged. `all` is every method, installed packages' too."""
 SET_NAMES = (*SETS, "all")
+BOUNDS = ("centralized", "local")  # no federation: what one gives up, and what it must be better than
+
+
+def group_of(name: str) -> str:
+    """Under which heading a long list has a method."""
+    if name in BOUNDS:
+        return "Bounds"
+    if name in SETS["personal"]:
+        return "Each client has a part of its own"
+    return "One common adapter" if name in SETS["aggregation"] else "Others"
 
 
 def resolved(names: Sequence[str]) -> tuple[str, ...]:

@@ -19,14 +19,15 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from pf2lora.core.factors import truncated
 from pf2lora.core.layout import Entry, Layout
 from pf2lora.core.method import Loss, Method, State, StepStats, Surroundings, Updates, gradients, variable
 from pf2lora.core.optim import no_moments
+from pf2lora.core.ranks import truncated_svd
 from pf2lora.errors import UserError
 
-RESIDUAL = 4  # residual_rank in multiples of r, where it is not given
+RESIDUAL = 3  # residual_rank in multiples of r, where it is not given
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,11 @@ class FedExLoRA(Method):
     summary: ClassVar[str] = (
         "the average of the products BA: what averaged factors miss goes into the weights"
     )
+    not_private: ClassVar[str] = (
+        "its server averages products of each client's factors, not what clients send"
+    )
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "trained_rank"})
-    run_defaults: ClassVar[Mapping[str, str]] = {"residual_rank": "four times the rank"}
+    run_defaults: ClassVar[Mapping[str, str]] = {"residual_rank": "three times the rank"}
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:
@@ -131,10 +135,19 @@ class FedExLoRA(Method):
             B, A, rank = answer[up.name], answer[down.name], answer[down.name].shape[0]
             left = [last[up.name][:, rank:], *(weights * (each[up.name] - B))]
             right = [last[down.name][rank:], *(each[down.name] - A)]
-            U, V = truncated(torch.cat(left, dim=1), torch.cat(right), up.shape[1] - rank)
+            U, V = nearest(torch.cat(left, dim=1), torch.cat(right), up.shape[1] - rank)
             answer[up.name], answer[down.name] = torch.cat([B, U], dim=1), torch.cat([A, V])
         merged = whole.pack({name: t.unsqueeze(0) for name, t in answer.items()})[0]
         return merged, (merged,)
+
+
+def nearest(up: Tensor, down: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors `(m, rank)` and `(rank, n)` of the matrix of that rank nearest to `up @ down`, each with the roots of the
+    singular values; zeros where the product's own rank is lower."""
+    U, S, V = truncated_svd(down.double(), up.double(), rank)
+    root = S.where(1e-7 * S[:1] < S, 0).sqrt()  # what float32 rounded is no direction
+    missing = rank - len(S)
+    return pad(U * root, (0, missing)).to(up), pad((V * root).mT, (0, 0, 0, missing)).to(up)
 
 
 def first(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

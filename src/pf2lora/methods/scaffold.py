@@ -41,6 +41,7 @@ class Scaffold(Method):
     label: ClassVar[str] = "SCAFFOLD"
     summary: ClassVar[str] = "FedAvg whose clients correct their drift by control variates"
     sent_part: ClassVar[str] = "x and control variates"
+    not_private: ClassVar[str] = "its clients send control variates beside x"
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "clients"})
 
     def leaves(self, number: int) -> Layout:

@@ -78,23 +78,30 @@ class ServerOptimizer(Method):
 
 @dataclass(frozen=True)
 class FedAvgM(ServerOptimizer):
-    """`momentum` is β, `server_lr` η; β = 0 and η = 1 give HOMLoRA."""
+    """`momentum` is β, `server_lr` η: 1 − β unless it is given, which goes as far as FedAvg in the long run and smoothes
+    its way (η = 1, Hsu et al.'s, goes 1 / (1 − β) times as far). β = 0 gives HOMLoRA."""
 
-    server_lr: float = 1.0
     momentum: float = 0.9
+    server_lr: float | None = None
 
     name: ClassVar[str] = "fedavgm"
     label: ClassVar[str] = "FedAvgM"
     summary: ClassVar[str] = "FedAvg with momentum at the server"
+    run_defaults: ClassVar[Mapping[str, str]] = {"server_lr": "1 − momentum"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rates(server_lr=self.server_lr)
         check_decays(momentum=self.momentum)
+        check_rates(server_lr=self.rate)
+
+    @property
+    def rate(self) -> float:
+        """η."""
+        return 1 - self.momentum if self.server_lr is None else self.server_lr
 
     def server_step(self, change: Tensor, server: Server) -> Server:
         mean = self.momentum * server.mean + change
-        return Server(server.at + self.server_lr * mean, mean, server.square)
+        return Server(server.at + self.rate * mean, mean, server.square)
 
 
 @dataclass(frozen=True)

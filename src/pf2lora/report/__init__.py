@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pf2lora import __version__
-from pf2lora.atomic import write_text
+from pf2lora.atomic import make_folder, write_text
 from pf2lora.errors import UserError
 from pf2lora.report import choices, findings, payload, views
 from pf2lora.run.result import Result
@@ -20,6 +20,7 @@ SCRIPTS = (
     "stats.js",
     "linechart.js",
     "curves.js",
+    "scatter.js",
     "clients.js",
     "choices.js",
     "ranks.js",
@@ -37,11 +38,8 @@ def build(runs: Result | Sequence[Result], out: str | Path, names: list[str] | N
     """
     out = Path(out)
     html = render([runs] if isinstance(runs, Result) else list(runs), names)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_text(out, html)
-    except OSError as error:
-        raise UserError(f"{out}: the report cannot be written: {error.strerror}") from None
+    make_folder(out.parent)
+    write_text(out, html)
     return out
 
 
@@ -57,6 +55,7 @@ def render(runs: list[Result], names: list[str] | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["grouped"] = views.grouped
     metric = shared_metric(runs)
     names = _distinct(names or [r.title for r in runs])
     series = views.all_series(runs, names)

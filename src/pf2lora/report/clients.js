@@ -9,9 +9,8 @@ function clientsView(host, data) {
   const method = Math.max(0, names.findIndex((name) => name.startsWith('pf2lora')));
   const others = names.map((_, i) => i).filter((i) => i !== method);
   const baseline = others.find((i) => names[i] === 'local') ?? others[0] ?? method;
-  const chosen = (series) => series.runs.every((run) => run.final.deploy);
   const some = data.series.some((series) => series.runs.some((run) => run.final.deploy));
-  const state = { method, baseline, metric: data.metric, point: data.series.every(chosen) ? 'deploy' : 'served' };
+  const state = { method, baseline, metric: data.metric, point: decisivePoint(data) };
   const summary = el('p', { class: 'verdict', 'aria-live': 'polite' });
   const body = el('div');
   const draw = () => {
@@ -44,7 +43,8 @@ function comparison(data, state) {
   const others = finals(baseline, alone ? earlier : state.point, state.metric, data.clients);
   const sign = info.higher_is_better ? 1 : -1;
   const rows = data.clients.map((name, k) => ({ name, score: scores[k], other: others[k],
-    gain: scores[k] && others[k] ? sign * (scores[k].mean - others[k].mean) : null }));
+    gain: scores[k] && others[k] ? sign * (scores[k].mean - others[k].mean) : null,
+    open: alone ? scores[k] && others[k] && withinSpread(scores[k], others[k]) : maybeChance(data, state.point, state.metric, method, baseline, k, scores[k], others[k]) }));
   rows.sort((a, b) => (b.gain ?? -Infinity) - (a.gain ?? -Infinity));
   const measured = rows.filter((row) => row.score);
   if (!measured.length) return [`${method.label} has no such scores${MISSING[state.point]}.`];
@@ -78,17 +78,17 @@ function verdict(rows, method, baseline, worst, info) {
   const low = `Worst client under ${method.label}: ${worst.name} with ${formatEstimate(worst.score, info)}.`;
   if (method === baseline) return low;
   if (!both.length) return `${baseline.label} has no such scores to compare with. ${low}`;
-  const unclear = both.filter((row) => withinSpread(row.score, row.other)).length;
+  const unclear = both.filter((row) => row.open).length;
   const gain = both.filter((row) => row.gain > 0).length;
   const lose = both.filter((row) => row.gain < 0).length;
-  const seeds = both.every((row) => withinSpread(row.score, row.other) === null)
-    ? 'One seed: a spread needs several.' : `${unclear || 'None'} of these differences ${unclear === 1 ? 'is' : 'are'} within the seeds’ spread.`;
+  const seeds = both.every((row) => row.open === null)
+    ? 'One seed: a spread needs several.' : `${unclear || 'None'} of these differences ${unclear === 1 ? 'is' : 'are'} no more than chance.`;
   return `${method.label} against ${baseline.label}: ${gain} ${gain === 1 ? 'client gains' : 'clients gain'}, ${lose} ${lose === 1 ? 'loses' : 'lose'}. ${seeds} ${low}`;
 }
 
 function clientRow(row, method, baseline, isWorst, info, { place, steps }, sign) {
-  const unclear = row.gain !== null && withinSpread(row.score, row.other);
-  const text = `${row.name}\n${method.label}: ${formatEstimate(row.score, info)}\n${baseline.label}: ${formatEstimate(row.other, info)}${unclear ? '\nwithin the seeds’ spread' : ''}`;
+  const unclear = row.gain !== null && row.open;
+  const text = `${row.name}\n${method.label}: ${formatEstimate(row.score, info)}\n${baseline.label}: ${formatEstimate(row.other, info)}${unclear ? '\nmay be chance' : ''}`;
   const tone = row.gain === null || unclear || row.gain === 0 ? 'even' : row.gain > 0 ? 'gain' : 'loss';
   const whisker = (e, series) => e && e.deviation !== null
     ? svg('line', { class: 'whisker', style: colorOf(series), x1: place(e.mean - e.deviation), x2: place(e.mean + e.deviation), y1: 14, y2: 14 }) : null;
@@ -101,5 +101,5 @@ function clientRow(row, method, baseline, isWorst, info, { place, steps }, sign)
   return el('tr', {}, el('th', { scope: 'row' }, row.name, isWorst ? ' ' : null, isWorst ? el('span', { class: 'badge worst' }, 'worst') : null),
     el('td', { class: 'track' }, graph),
     el('td', { class: `number ${tone}` }, row.gain === null ? '–' : `${arrow} ${formatScore(sign * row.gain, info, true)}`.trim(),
-      unclear ? el('small', {}, 'within the spread') : null));
+      unclear ? el('small', {}, 'may be chance') : null));
 }

@@ -3,20 +3,48 @@
 const hidden = new Set();
 const redraws = [];
 
-function legend(series) {
-  const buttons = series.map((item) => {
-    const emphasise = (on) => document.querySelectorAll('.line').forEach((line) => line.classList.toggle('dim', on && line.dataset.series !== item.label));
-    const button = el('button', { type: 'button', 'aria-pressed': 'true',
-      click: () => {
-        if (!hidden.delete(item.label)) hidden.add(item.label);
-        redraws.forEach((redraw) => redraw());
-      },
-      pointerenter: () => emphasise(!hidden.has(item.label)), pointerleave: () => emphasise(false),
-      focus: () => emphasise(!hidden.has(item.label)), blur: () => emphasise(false) }, swatch(item), el('span', {}, item.label));
-    redraws.push(() => button.setAttribute('aria-pressed', String(!hidden.has(item.label))));
-    return button;
-  });
-  return el('div', { class: 'legend', role: 'group', 'aria-label': 'Methods shown' }, buttons);
+const BEST = 6; // of many methods, those that are shown at first
+const many = (series) => series.some((item) => item.group);
+
+/* Hides all but some methods, by their labels. */
+function showOnly(series, labels) {
+  for (const item of series) {
+    if (labels.has(item.label)) hidden.delete(item.label);
+    else hidden.add(item.label);
+  }
+  redraws.forEach((redraw) => redraw());
+}
+
+/* The labels of the methods with the best scores. */
+function bestOf(data, count) {
+  const sign = data.metrics[data.metric].higher_is_better ? 1 : -1;
+  const scored = data.series.map((series) => [finalScore(series, decisivePoint(data), data.metric), series.label]).filter(([score]) => score);
+  return new Set(scored.sort(([a], [b]) => sign * (b.mean - a.mean)).slice(0, count).map(([, label]) => label));
+}
+
+function methodButton(item) {
+  const emphasise = (on) => document.querySelectorAll('[data-series]').forEach((line) => line.classList.toggle('dim', on && line.dataset.series !== item.label));
+  const button = el('button', { type: 'button', 'aria-pressed': String(!hidden.has(item.label)),
+    click: () => {
+      if (!hidden.delete(item.label)) hidden.add(item.label);
+      redraws.forEach((redraw) => redraw());
+    },
+    pointerenter: () => emphasise(!hidden.has(item.label)), pointerleave: () => emphasise(false),
+    focus: () => emphasise(!hidden.has(item.label)), blur: () => emphasise(false) }, swatch(item), el('span', {}, item.label));
+  redraws.push(() => button.setAttribute('aria-pressed', String(!hidden.has(item.label))));
+  return button;
+}
+
+/* The methods as switches; many of them under their headings, with switches for several at once. */
+function legend(series, data) {
+  if (!many(series)) return el('div', { class: 'legend', role: 'group', 'aria-label': 'Methods shown' }, series.map(methodButton));
+  const all = new Set(series.map((item) => item.label));
+  const several = (text, labels) => el('button', { type: 'button', class: 'several', click: () => showOnly(series, labels()) }, text);
+  const groups = [...new Set(series.map((item) => item.group))];
+  return el('div', { class: 'legend-groups', role: 'group', 'aria-label': 'Methods shown' },
+    el('div', { class: 'legend' }, several(`Best ${BEST}`, () => bestOf(data, BEST)), several('All', () => all), several('None', () => new Set()),
+      groups.length > 1 ? groups.map((group) => several(group, () => new Set(series.filter((item) => item.group === group).map((item) => item.label)))) : null),
+    groups.map((group) => el('div', { class: 'legend' }, el('span', { class: 'heading' }, group), series.filter((item) => item.group === group).map(methodButton))));
 }
 
 /* Draws now, when a method is switched, and when the width changes. */
@@ -62,7 +90,7 @@ function curvesView(host, data) {
   };
   const set = (key, ...draws) => (value) => { state[key] = value; draws.forEach((draw) => draw()); };
   const losses = [['train', 'Training'], ...(validated ? [['validation', 'Validation']] : []), ...('loss' in data.metrics ? [['served', 'Test, served'], ['before_averaging', 'Test, before']] : [])];
-  host.append(legend(data.series),
+  host.append(legend(data.series, data),
     data.clients.length ? el('div', { class: 'controls' }, select('Client', [['mean', 'Mean over clients'], ['worst', 'Worst client'],
       ...data.clients.map((name, k) => [k, name])], 'mean', set('who', drawScore, drawLoss))) : el('span'),
     el('div', { class: 'pair' },
@@ -88,5 +116,5 @@ function sharesView(host, data) {
     return figure;
   });
   const drawn = data.series.filter((series) => shown.some((kind) => kind.series.includes(series)));
-  host.append(legend(drawn), el('div', { class: 'pair' }, figures));
+  host.append(legend(drawn, data), el('div', { class: 'pair' }, figures));
 }

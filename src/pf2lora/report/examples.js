@@ -40,8 +40,9 @@ function examplesView(host, data) {
   const count = el('p', { class: 'note', 'aria-live': 'polite' });
   const more = el('button', { type: 'button', class: 'plain', click: () => { state.shown += PAGE; draw(); } }, 'Show more');
   const draw = () => {
+    const columns = methods.filter((method) => !hidden.has(labels.get(method)?.label));
     const chosen = data.examples.filter((example) => !state.client || example.client === state.client);
-    list.replaceChildren(...chosen.slice(0, state.shown).map((example) => exampleCard(example, methods, labels, state.base)));
+    list.replaceChildren(...chosen.slice(0, state.shown).map((example) => exampleCard(example, columns, labels, state.base)));
     count.textContent = `${Math.min(state.shown, chosen.length)} of ${chosen.length} examples`;
     more.hidden = state.shown >= chosen.length;
   };
@@ -51,6 +52,7 @@ function examplesView(host, data) {
     select('Mark differences from', [...methods.map((method) => [method, name(method)]), ['reference', 'The first reference']].map(([key, text]) => [key, text]), state.base, (value) => { state.base = value; draw(); }),
     el('label', { class: 'check' }, el('input', { type: 'checkbox', change: (event) => list.classList.toggle('with-gone', event.target.checked) }), 'Show words left out')),
   count, list, more);
+  redraws.push(draw); // methods that are hidden above are hidden here
   draw();
 }
 

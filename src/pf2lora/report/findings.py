@@ -1,21 +1,39 @@
-"""What to look at: sentences computed from a result, with nothing claimed that its seeds do not carry."""
+"""What to look at: sentences computed from a result, with nothing claimed that its test rows and seeds do not carry."""
 
 from __future__ import annotations
 
 from pf2lora.run import numbers
 from pf2lora.run.estimates import Estimate, estimate, within_spread
 from pf2lora.run.result import Point, Result, SeedRun
+from pf2lora.run.verdicts import client_differences, difference, uncertain
 
 LOCAL, SINGLE = "local", "homlora"  # the two comparisons everyone asks for
 AS: dict[Point, str] = {"served": "served", "deploy": "deployed"}
+FEW = 6  # methods that a sentence names
 SMALL_SHARE = 0.01  # below this, a client's own adapter hardly changes what the common one does
 
 
 def findings(result: Result) -> list[str]:
     """The sentences, the most important first."""
     view = _View(result)
-    steps = (_best, _local, _own_adapter, _choices, _averaging, _worst_client, _client_share, _warnings)
+    steps = (
+        _best,
+        _local,
+        _own_adapter,
+        _choices,
+        _averaging,
+        _worst_client,
+        _client_share,
+        _privacy,
+        _warnings,
+    )
     return [text for step in steps if (text := step(view))]
+
+
+def conclusions(result: Result) -> list[str]:
+    """The two that a command ends with: who is best, and whether federating helps."""
+    view = _View(result)
+    return [text for step in (_best, _local) if (text := step(view))]
 
 
 class _View:
@@ -42,6 +60,13 @@ class _View:
     def client(self, index: int) -> str:
         return self.result.clients[index].name
 
+    def figure(self, method: str) -> str:
+        """The score and its interval."""
+        found = uncertain(self.result, method, self.point)
+        margin = None if found is None else found.margin
+        shown = numbers.score(self.scores[method].mean, self.info)
+        return shown if margin is None else f"{shown} ± {numbers.score(margin, self.info)}"
+
     def number(self, e: Estimate) -> str:
         deviation = "" if e.deviation is None else f" ± {numbers.score(e.deviation, self.info)}"
         return numbers.score(e.mean, self.info) + deviation
@@ -53,14 +78,15 @@ class _View:
         """The methods with a server, best first: they alone have a point before averaging."""
         return [m for m in self.order if m in self.before]
 
+    def open(self, method: str, other: str) -> bool | None:
+        """Whether two methods' scores cannot be told apart; None where nobody can say."""
+        found = difference(self.result, method, other, self.point)
+        return None if found is None else found.is_nought
+
     def gains(self, method: str, baseline: str) -> dict[int, tuple[float, bool | None]]:
-        """Per client: how much better `method` is than `baseline`, and whether that is within the spread."""
-        pairs = zip(*(self.result.client_estimates(m, self.point, self.metric) for m in (method, baseline)))
-        return {
-            k: (self.sign * (a.mean - b.mean), within_spread(a, b))
-            for k, (a, b) in enumerate(pairs)
-            if a is not None and b is not None
-        }
+        """Per client: how much better `method` is than `baseline`, and whether that may be an accident."""
+        found = client_differences(self.result, method, baseline, self.point)
+        return {k: (self.sign * d.mean, d.is_nought) for k, d in enumerate(found) if d is not None}
 
 
 def _best(view: _View) -> str:
@@ -70,18 +96,26 @@ def _best(view: _View) -> str:
     first, rest = view.order[0], view.order[1:]
     seeds = view.scores[first].count
     over = f"mean over {_plural(len(view.result.clients), 'client')} and {_plural(seeds, 'seed')}"
-    name, figure = view.label(first), f"{view.number(view.scores[first])} {view.info.label} ({over})"
+    name, figure = view.label(first), f"{view.figure(first)} {view.info.label} ({over})"
     if not rest:
         return f"{name} reaches {figure} as {AS[view.point]}."
-    text = f"As {AS[view.point]}, {name} scores best: {figure}."
-    if seeds == 1:
-        return f"{text} This is one seed: whether a difference is more than chance needs several (--seeds 3)."
-    close = [m for m in rest if within_spread(view.scores[m], view.scores[first])]
+    close = [m for m in rest if view.open(first, m)]
+    unknown = [m for m in rest if view.open(first, m) is None]
+    if unknown:
+        return (
+            f"As {AS[view.point]}, {name} has the highest score: {figure}. Whether that is more than chance needs "
+            f"several seeds (--seeds 3)."
+        )
     if close:
-        are = "is" if len(close) == 1 else "are"
-        names = numbers.listed([view.label(m) for m in close])
-        return f"{text} {names} {are} within the seeds’ spread of it, so the order among them is open."
-    return f"{text} Every other method is further away than the seeds spread."
+        names = _few([view.label(m) for m in (first, *close)])
+        return (
+            f"As {AS[view.point]}, {names} cannot be told apart: {name} has {figure}, and other test rows or seeds "
+            f"might turn the order."
+        )
+    return (
+        f"As {AS[view.point]}, {name} scores best: {figure}. Every other method is behind by more than its test rows"
+        f"{' and seeds' if seeds > 1 else ''} leave open."
+    )
 
 
 def _local(view: _View) -> str:
@@ -91,10 +125,12 @@ def _local(view: _View) -> str:
         return ""
     best = methods[0]
     gain = view.sign * (view.scores[best].mean - view.scores[LOCAL].mean)
-    within = within_spread(view.scores[best], view.scores[LOCAL])
+    within = view.open(best, LOCAL)
     verdict = "Federating beats training alone" if gain > 0 else "Federating does not beat training alone"
     if within:
         verdict = "Federating and training alone cannot be told apart"
+    elif within is None:
+        verdict = f"Federating is {'ahead of' if gain > 0 else 'not ahead of'} training alone"
     alone, change = view.label(LOCAL), view.change(view.sign * gain)
     text = f"{verdict}: {view.label(best)}, the best federated method, is {change} against {alone}"
     return f"{text}{_within(within)}. {_who_gains(view, best, LOCAL)}"
@@ -108,7 +144,7 @@ def _who_gains(view: _View, method: str, baseline: str) -> str:
     clear = [k for k in better if gains[k][1] is False]
     text = f"{len(better)} of {_plural(len(gains), 'client')} gain"
     if clear and len(clear) < len(better):
-        text += f", {len(clear)} of them by more than the spread"
+        text += f", {len(clear)} of them by more than chance"
     top = max(gains, key=lambda k: gains[k][0])
     low = min(gains, key=lambda k: gains[k][0])
     if better:
@@ -123,7 +159,7 @@ def _own_adapter(view: _View) -> str:
     own, common = "pf2lora", SINGLE
     if own not in view.scores or common not in view.scores:
         return ""
-    within = within_spread(view.scores[own], view.scores[common])
+    within = view.open(own, common)
     change = view.change(view.scores[own].mean - view.scores[common].mean)
     return (
         f"The client’s own adapter: {view.label(own)} is {change} against {view.label(common)}, which has "
@@ -138,7 +174,8 @@ def _choices(view: _View) -> str:
         return ""
     gains = {m: view.sign * (view.scores[m].mean - view.served[m].mean) for m in both}
     moved = {m: 1 - _served_share(view.result.methods[m].runs) for m in both}
-    parts = [f"{moved[m]:.0%} ({view.label(m)})" for m in both if moved[m]]
+    order = sorted(both, key=lambda m: -moved[m]) if len(both) > FEW else both
+    parts = [f"{moved[m]:.0%} ({view.label(m)})" for m in order if moved[m]]
     if not parts:
         return (
             "Every client deploys what it is served after the last round: no other model was clearly better on its "
@@ -150,7 +187,7 @@ def _choices(view: _View) -> str:
             f"{moved[most]:.0%} of the clients deploy something else than what they are served: "
             f"{view.change(view.sign * gains[most])} against the served score."
         )
-    text = f"Clients that deploy something else than what they are served: {numbers.listed(parts)}."
+    text = f"Clients that deploy something else than what they are served: {_few(parts)}."
     if gains[most] <= 0:
         return f"{text} On the test rows that brings no method anything."
     return f"{text} It brings {view.label(most)} most: {view.change(view.sign * gains[most])} against its served score."
@@ -231,6 +268,24 @@ def last_share(result: Result, method: str) -> Estimate | None:
     return estimate(lasts)
 
 
+def _privacy(view: _View) -> str:
+    """What the common adapter costs its clients, and what that does not cover."""
+    runs = {
+        m: [run.privacy for run in method.runs if run.privacy] for m, method in view.result.methods.items()
+    }
+    parts = [
+        f"{view.label(m)}: {text}"
+        for m, own in runs.items()
+        for text in dict.fromkeys(p.sentence() for p in own)
+    ]
+    if not parts:
+        return ""
+    return (
+        f"Differential privacy of the common adapter: {'; '.join(parts)}. It covers the common adapters of all rounds, "
+        "not the scores on this page nor the clients’ own adapters; what several runs on the same rows cost adds up."
+    )
+
+
 def _warnings(view: _View) -> str:
     methods = view.result.methods
     counts = {m: sum(len(run.warnings) for run in methods[m].runs) for m in methods}
@@ -242,12 +297,16 @@ def _warnings(view: _View) -> str:
     return f"{_plural(total, 'warning')} came up in training ({names}): read {them} below before trusting the scores."
 
 
+def _few(parts: list[str]) -> str:
+    """Some of a long list, the first ones, and how many more there are."""
+    more = len(parts) - FEW
+    return numbers.listed(parts if more <= 1 else [*parts[:FEW], f"{more} others"])
+
+
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _within(within: bool | None) -> str:
-    """The words after a difference: what the seeds say of it."""
-    return {True: ", within the seeds’ spread", False: ", more than the seeds’ spread", None: " in one seed"}[
-        within
-    ]
+    """The words after a difference: what test rows and seeds say of it."""
+    return {True: ", which may be chance", False: ", more than chance", None: " in one seed"}[within]

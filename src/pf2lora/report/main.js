@@ -1,6 +1,6 @@
 /* Start: read the data, fill each view's place, the theme button. */
 
-const VIEWS = { curves: curvesView, shares: sharesView, clients: clientsView, choices: choicesView, ranks: ranksView, examples: examplesView };
+const VIEWS = { curves: curvesView, tradeoff: tradeoffView, shares: sharesView, clients: clientsView, choices: choicesView, ranks: ranksView, examples: examplesView };
 
 function startTheme() {
   const root = document.documentElement;
@@ -26,5 +26,6 @@ const data = JSON.parse(document.getElementById('report-data').textContent);
 startTips();
 startTheme();
 startDataSwitch();
+if (many(data.series)) showOnly(data.series, bestOf(data, BEST));
 for (const host of document.querySelectorAll('[data-view]')) VIEWS[host.dataset.view](host, data);
 document.documentElement.dataset.ready = 'true';

@@ -7,8 +7,10 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from pf2lora.report.views import Series, same_clients
+from pf2lora.methods import group_of
+from pf2lora.report.views import COLORS, Series, same_clients, total
 from pf2lora.run.result import POINTS, ROUND_POINTS, Result, SeedRun
+from pf2lora.run.verdicts import client_differences
 
 RANK_ROUNDS = 40  # rank pictures kept per seed: enough for a slider, and the file stays small
 
@@ -19,6 +21,7 @@ def payload(runs: list[Result], series: list[Series], metric: str) -> dict[str, 
     common = {
         name: asdict(info) for name, info in first.metrics.items() if all(name in r.metrics for r in runs)
     }
+    many = len({s.method for s in series}) > COLORS
     return _rounded(
         {
             "metric": metric,
@@ -30,13 +33,28 @@ def payload(runs: list[Result], series: list[Series], metric: str) -> dict[str, 
                     "label": s.label,
                     "color": s.color,
                     "dash": s.dash,
+                    "group": group_of(s.method) if many else "",
+                    "bytes": total(s.cost("bytes_per_round", "adapter"), s.cost("bytes_per_round", "head")),
+                    "seconds": total(s.cost("seconds")),
                     "runs": [_run_payload(run, list(common)) for run in s.seeds],
                 }
                 for s in series
             ],
+            "open": open_differences(first, series) if len(runs) == 1 and metric == first.metric else {},
             "examples": [asdict(e) for e in first.examples] if len(runs) == 1 else [],
         }
     )
+
+
+def open_differences(result: Result, series: list[Series]) -> dict[str, Any]:
+    """By method, baseline and client: whether their difference may be chance, at the point that methods are compared
+    by."""
+    names = [s.method for s in series]
+    found = {
+        a: {b: [d and d.is_nought for d in client_differences(result, a, b)] for b in names if b != a}
+        for a in names
+    }
+    return {"point": result.point, "clients": found}
 
 
 def _run_payload(run: SeedRun, metrics: list[str]) -> dict[str, Any]:

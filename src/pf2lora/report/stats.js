@@ -11,10 +11,17 @@ function estimate(values) {
   return { mean, deviation: list.length > 1 ? Math.sqrt(square / (list.length - 1)) : null, count: list.length };
 }
 
-/* As results.within_spread: null where one seed cannot tell. */
+/* As estimates.within_spread: null where one seed cannot tell. */
 function withinSpread(a, b) {
   if (a.deviation === null || b.deviation === null) return null;
   return Math.abs(a.mean - b.mean) <= Math.hypot(a.deviation, b.deviation) + 1e-12;
+}
+
+/* Whether a client's difference between two methods may be chance: by its test rows and the seeds where the page knows, else by the seeds. */
+function maybeChance(data, point, metric, method, baseline, k, score, other) {
+  if (!score || !other) return null;
+  const known = metric === data.metric && point === data.open.point ? data.open.clients[method.method]?.[baseline.method] : null;
+  return known ? known[k] : withinSpread(score, other);
 }
 
 /* One number from a list over clients: their mean, the worst, or one client's. */
@@ -54,3 +61,10 @@ function ticks(low, high, count, whole = false) {
   const last = Math.floor(high / step + 1e-9);
   return Array.from({ length: last - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(12)));
 }
+
+/* What methods are compared by: what clients deploy, where every seed has that. */
+const decisivePoint = (data) => data.series.every((series) => series.runs.every((run) => run.final.deploy)) ? 'deploy' : 'served';
+const WHEN_SCORED = { deploy: 'deployed', served: 'served' };
+
+/* A method's final score: the mean over clients, then over seeds. */
+const finalScore = (series, point, metric) => estimate(series.runs.map((run) => ofClients(run.final[point]?.[metric], 'mean')));

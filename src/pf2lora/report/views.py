@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pf2lora.methods import group_of
 from pf2lora.run import numbers
 from pf2lora.run.estimates import Estimate, estimate, within_spread
 from pf2lora.run.result import Point, Result, SeedRun
+from pf2lora.run.verdicts import difference
 from pf2lora.tasks.settings import Metric
 
 COLORS = 8  # --c0 … --c7 in report.css
@@ -74,30 +77,53 @@ def failed(runs: list[Result], names: list[str]) -> list[str]:
     ]
 
 
+def grouped(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """A table's rows under headings where there are more methods than colours; else all of them under none."""
+    if len({row["series"].method for row in rows}) <= COLORS:
+        return [("", rows)]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(group_of(row["series"].method), []).append(row)
+    return list(groups.items())
+
+
 @dataclass(frozen=True)
 class Cell:
     """A score with its deviation, and how it stands against the best of its column."""
 
     value: str
     deviation: str
-    mark: str  # "best", "within the spread", or empty
-    gap: str  # the difference from the best, where it is more than the spread or there is none
+    mark: str  # "best", "tied" or empty
+    gap: str  # the difference from the best
 
 
 EMPTY = Cell("–", "", "", "")
 
 
-def ranked(estimates: list[Estimate | None], metric: Metric) -> list[Cell]:
-    """A column of scores, the best marked, and with it those the seeds cannot tell from it."""
+Tied = Callable[[int, int], bool | None]
+"""Whether two rows of a column cannot be told apart; None where nobody can say."""
+
+
+def ranked(estimates: list[Estimate | None], metric: Metric, tied: Tied | None = None) -> list[Cell]:
+    """A column of scores, the best marked, and with it those that cannot be told from it: by the spread over seeds,
+    unless `tied` knows better."""
     known = [e for e in estimates if e is not None]
     if not known:
         return [EMPTY] * len(estimates)
     pick = max if metric.higher_is_better else min
     best = pick(known, key=lambda e: e.mean)
-    return [EMPTY if e is None else _cell(e, best, metric, len(known)) for e in estimates]
+    first = estimates.index(best)
+
+    def close(i: int, e: Estimate) -> bool:
+        return bool(within_spread(e, best) if tied is None else tied(i, first))
+
+    return [
+        EMPTY if e is None else _cell(e, best, metric, len(known), close(i, e))
+        for i, e in enumerate(estimates)
+    ]
 
 
-def _cell(e: Estimate, best: Estimate, metric: Metric, rivals: int) -> Cell:
+def _cell(e: Estimate, best: Estimate, metric: Metric, rivals: int, close: bool) -> Cell:
     value = numbers.score(e.mean, metric)
     deviation = "" if e.deviation is None else numbers.score(e.deviation, metric)
     gap = numbers.score(e.mean - best.mean, metric, signed=True)
@@ -105,8 +131,8 @@ def _cell(e: Estimate, best: Estimate, metric: Metric, rivals: int) -> Cell:
         return Cell(value, deviation, "", "")
     if e.mean == best.mean:
         return Cell(value, deviation, "best", "")
-    if within_spread(e, best):
-        return Cell(value, deviation, "within the spread", gap)
+    if close:
+        return Cell(value, deviation, "tied", gap)
     return Cell(value, deviation, "", gap)
 
 
@@ -124,11 +150,19 @@ def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
     def estimates(point: Point, what: str) -> list[Estimate | None]:
         return [s.result.estimate(s.method, point, metric, what) for s in series]
 
+    def means(point: Point) -> list[Cell]:
+        def tied(i: int, j: int) -> bool | None:
+            found = difference(series[i].result, series[i].method, series[j].method, point)
+            return None if found is None else found.is_nought
+
+        one_run = metric == series[0].result.metric and len({id(s.result) for s in series}) == 1
+        return ranked(estimates(point, "mean"), info, tied if one_run else None)
+
     columns = zip(
         series,
-        ranked(estimates("served", "mean"), info),
-        ranked(estimates("before_averaging", "mean"), info),
-        ranked(estimates("deploy", "mean"), info),
+        means("served"),
+        means("before_averaging"),
+        means("deploy"),
         ranked(estimates(point, "worst"), info),
         estimates(point, "spread"),
     )
@@ -139,12 +173,12 @@ def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
             "before": before,
             "deploy": deploy,
             "worst": worst,
-            "spread": numbers.score(_mean(spread), info),
+            "spread": numbers.score(total(spread), info),
             "parameters": numbers.count(
-                _mean(s.cost("parameters", "common"), s.cost("parameters", "client"))
+                total(s.cost("parameters", "common"), s.cost("parameters", "client"))
             ),
-            "bytes": numbers.size(_mean(s.cost("bytes_per_round", "adapter"))),
-            "seconds": numbers.duration(_mean(s.cost("seconds"))),
+            "bytes": numbers.size(total(s.cost("bytes_per_round", "adapter"))),
+            "seconds": numbers.duration(total(s.cost("seconds"))),
         }
         for s, served, before, deploy, worst, spread in columns
     ]
@@ -159,7 +193,7 @@ def _by_run(series: list[Series]) -> list[list[Series]]:
     return [[s for s in series if s.run == run] for run in dict.fromkeys(s.run for s in series)]
 
 
-def _mean(*parts: Estimate | None) -> float | None:
+def total(*parts: Estimate | None) -> float | None:
     """The sum of the parts' means; None where a part is unknown."""
     known = [p.mean for p in parts if p is not None]
     return sum(known) if len(known) == len(parts) else None
@@ -168,18 +202,18 @@ def _mean(*parts: Estimate | None) -> float | None:
 def costs(series: list[Series]) -> list[dict[str, Any]]:
     """The rows of the cost table: each figure as text, and as a share of the column's largest for its bar."""
     figures = {
-        "common": (numbers.count, [_mean(s.cost("parameters", "common")) for s in series]),
-        "client": (numbers.count, [_mean(s.cost("parameters", "client")) for s in series]),
-        "head": (numbers.count, [_mean(s.cost("parameters", "head")) for s in series]),
-        "adapter_bytes": (numbers.size, [_mean(s.cost("bytes_per_round", "adapter")) for s in series]),
+        "common": (numbers.count, [total(s.cost("parameters", "common")) for s in series]),
+        "client": (numbers.count, [total(s.cost("parameters", "client")) for s in series]),
+        "head": (numbers.count, [total(s.cost("parameters", "head")) for s in series]),
+        "adapter_bytes": (numbers.size, [total(s.cost("bytes_per_round", "adapter")) for s in series]),
         "all_bytes": (
             numbers.size,
-            [_mean(s.cost("bytes_per_round", "adapter"), s.cost("bytes_per_round", "head")) for s in series],
+            [total(s.cost("bytes_per_round", "adapter"), s.cost("bytes_per_round", "head")) for s in series],
         ),
-        "flops": (numbers.flops, [_mean(s.cost("flops_per_round")) for s in series]),
-        "seconds": (numbers.duration, [_mean(s.cost("seconds")) for s in series]),
-        "evaluation": (numbers.duration, [_mean(s.cost("evaluation_seconds")) for s in series]),
-        "memory": (numbers.size, [_mean(s.cost("peak_memory_bytes")) for s in series]),
+        "flops": (numbers.flops, [total(s.cost("flops_per_round")) for s in series]),
+        "seconds": (numbers.duration, [total(s.cost("seconds")) for s in series]),
+        "evaluation": (numbers.duration, [total(s.cost("evaluation_seconds")) for s in series]),
+        "memory": (numbers.size, [total(s.cost("peak_memory_bytes")) for s in series]),
     }
     rows: list[dict[str, Any]] = [{"series": s, "cells": []} for s in series]
     for text, values in figures.values():
@@ -285,6 +319,7 @@ def parts_present(runs: list[Result]) -> dict[str, bool]:
     return {
         "scores": bool(seeds),
         "clients": bool(seeds) and same_clients(runs),
+        "tradeoff": same_clients(runs) and sum(bool(m.runs) for r in runs for m in r.methods.values()) > 2,
         "deploy": any(seed.choices for seed in seeds),
         "validation": any(client.validation for result in runs for client in result.clients),
         "ranks": any(entry.ranks for entry in rounds),

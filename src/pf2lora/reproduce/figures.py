@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pf2lora.atomic import write_figure
 from pf2lora.data.figure import INK, PALETTE
 
 if TYPE_CHECKING:
@@ -185,5 +186,5 @@ def plain(axes: Axes) -> None:
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     files = [folder / f"{name}.{kind}" for kind in KINDS]
     for file in files:
-        figure.savefig(file, dpi=180, metadata={"Date": None} if file.suffix == ".svg" else None)
+        write_figure(file, figure, dpi=180)
     return files

@@ -7,7 +7,6 @@ two times the grid, and none has more chances than another.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,10 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pf2lora.atomic import write_json
+from pf2lora.atomic import make_folder, write_json
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
+from pf2lora.parsing import read_json
 from pf2lora.reproduce.preset import Grid, Run
 from pf2lora.reproduce.running import Loader, Tell
 from pf2lora.run.comparison import compare
@@ -164,9 +164,11 @@ class Tried:
 
     def _read(self) -> None:
         try:
-            content = json.loads(self.file.read_text(encoding="utf8"))
+            content = read_json(self.file)
             config, self.tries = content["config"], list(content["tries"])
-        except (ValueError, KeyError, TypeError) as error:
+            if not all(isinstance(t["score"], float | None) for t in self.tries):
+                raise TypeError("a score is no number")
+        except (UserError, KeyError, TypeError) as error:
             raise UserError(f"{self.file}: not a search of ours ({error}); --force replaces it") from None
         if other := difference(config, self.config):
             raise UserError(
@@ -180,5 +182,5 @@ class Tried:
 
     def add(self, method: str, tried: Try) -> None:
         self.tries.append({"method": method} | asdict(tried))
-        self.file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.file.parent)
         write_json(self.file, {"config": self.config, "tries": self.tries})

@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pf2lora.errors import UserError, unknown
+from pf2lora.errors import UserError, shown, unknown
 from pf2lora.methods import METHODS
 from pf2lora.reproduce.preset import Example, Grid, Paper, Preset, Run
 from pf2lora.run.config import TABLES, from_dict, merged, read_toml
@@ -128,9 +128,9 @@ def _runs(content: Mapping[str, Any], number: int, percent: bool, where: str) ->
     setting, values = _vary(vary, where)
     for i, value in enumerate(values):
         of_value = merged(tables, _nested(setting.split("."), value))
-        shown = whole | {"label": f"{whole['label']}, {vary.get('label', setting)} = {value:g}"}
+        told = whole | {"label": f"{whole['label']}, {vary.get('label', setting)} = {value:g}"}
         picked = {q: {m: _item(v, i, len(values), where) for m, v in t.items()} for q, t in paper.items()}
-        one = {**shown, "of": whole["label"], "at": float(value)}
+        one = {**told, "of": whole["label"], "at": float(value)}
         yield _run(f"{name}-{value:g}", of_value, picked, percent, where, **one)
 
 
@@ -213,7 +213,7 @@ def _example(entry: Any, where: str) -> Example:
 
 def _check_keys(table: Any, known: Sequence[str], where: str) -> None:
     if not isinstance(table, Mapping):
-        raise UserError(f"{where} must be a table, not {table!r}")
+        raise UserError(f"{where} must be a table, not {shown(table)}")
     for key in table:
         if key not in known:
             raise UserError(f"{where}: {unknown('key', key, known)}")
@@ -221,23 +221,23 @@ def _check_keys(table: Any, known: Sequence[str], where: str) -> None:
 
 def _get(table: Any, key: str, kind: type, where: str, default: Any = None) -> Any:
     if not isinstance(table, Mapping):
-        raise UserError(f"{where} must be a table, not {table!r}")
+        raise UserError(f"{where} must be a table, not {shown(table)}")
     value = table.get(key, default)
     if value is None:
         raise UserError(f"{where}: {key} is missing")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UserError(f"{where}: {key} must be of type {kind.__name__}, not {value!r}")
+        raise UserError(f"{where}: {key} must be of type {kind.__name__}, not {shown(value)}")
     return value
 
 
 def _strings(table: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
     values = table.get(key, [])
     if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
-        raise UserError(f"{where}: {key} must be a list of strings, not {values!r}")
+        raise UserError(f"{where}: {key} must be a list of strings, not {shown(values)}")
     return tuple(values)
 
 
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UserError(f"{where} must be a number, not {value!r}")
+        raise UserError(f"{where} must be a number, not {shown(value)}")
     return float(value)

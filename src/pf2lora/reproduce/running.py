@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pf2lora.atomic import write_json
+from pf2lora.atomic import make_folder, write_json
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
@@ -84,7 +84,7 @@ def execute(run: Run, folder: Path, tell: Tell, first: Sequence[str] = ()) -> tu
             diverged.append(f"{what} diverged: {error}")
             tell(diverged[-1])
             continue
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         write_json(file, parts[-1].to_dict())
     if not parts:
         raise UserError(f"{run.label}: every method diverged")

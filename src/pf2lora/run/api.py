@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pf2lora import folder_lock
 from pf2lora.atomic import write_json, write_text
 from pf2lora.core.method import Method
 from pf2lora.engines.bad_clients import Diverged
@@ -46,6 +47,8 @@ def federate(
     ends as if it had not been; none there begins, and one that has ended is read (docs/resume.md). A method that fails
     is in the result's `failed`, unless all do: that is an error.
     """
+    if out is not None and not str(out).strip():
+        raise UserError("federate(): out is empty: name the run folder, or leave it out")
     files = [clients] if isinstance(clients, str | Path) else clients
     asked = [method] if isinstance(method, str | type) else method
     settings |= {
@@ -81,6 +84,7 @@ def run(
 ) -> Result:
     """Run a config; with `out`, into a run folder, line by line as it happens. Methods that fail are in the result's
     `failed`; where all do it is an error, `AllFailed`, once everything is written."""
+    config = configs.with_found_model(config)
     if out is not None:
         result = run_into(config, out, force=force, resume=resume, on_note=on_note, workload=workload)
     elif resume:
@@ -108,21 +112,25 @@ def run_into(
     if resume and (ended := resuming.ended(config, out, force=force)):
         on_note(f"the run in {str(out)!r} has ended; nothing is left to do")
         return ended
+    folder_lock.check_unused(out)
     if not resume:
         folder.check_free(out, force=force)
     trackers.check(config.output.trackers)
     workload = workload or prepare(config)
     again = resuming.command(config, out)
     keeper = Checkpoints(out / checkpoints.FOLDER, workload, out / "metrics.jsonl", on_note, again)
-    if resume and keeper.load():
-        keeper.cut_log()
-    else:
-        folder.claim(out, force=force or resume)  # only now: bad input must not cost the run that is there
-    with resuming.saying_how(again, keeper):
-        write_text(out / "config.toml", configs.to_toml(config))
-        result = watched_run(config, out, workload, keeper, on_note)
-        report.build([result], out / "report.html")
-        keeper.remove()
+    with folder_lock.locked(out):
+        if resume and keeper.load():
+            keeper.cut_log()
+        else:
+            folder.claim(
+                out, force=force or resume
+            )  # only now: bad input must not cost the run that is there
+        with resuming.saying_how(again, keeper):
+            write_text(out / "config.toml", configs.to_toml(config))
+            result = watched_run(config, out, workload, keeper, on_note)
+            report.build([result], out / "report.html")
+            keeper.remove()
     return result
 
 

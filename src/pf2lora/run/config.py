@@ -1,22 +1,23 @@
 """What a run is: every setting with its default, from flags, a TOML file or Python, checked in one place.
 
-A config has a table for each part of a run: `[model] [adapter] [training] [task] [data] [output]`, and `[methods.NAME]`
-for what differs for one method. On the command line and in Python the same settings have no tables: `batch_size` of
-`[training]` is `--batch-size`, `name` of `[model]` is `--model`.
+A config has a table for each part of a run: `[model] [adapter] [training] [privacy] [task] [data] [output]`, and
+`[methods.NAME]` for what differs for one method. On the command line and in Python the same settings have no tables:
+`batch_size` of `[training]` is `--batch-size`, `name` of `[model]` is `--model`.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.data.settings import DataSettings
-from pf2lora.errors import UserError, unknown
+from pf2lora.errors import UserError, check_path, reading, shown, unknown
 from pf2lora.methods import METHODS, SET_NAMES, resolved
+from pf2lora.parsing import read_toml
+from pf2lora.run.privacy import PrivacySettings
 from pf2lora.settings import (
     from_table,
     require_not_negative,
@@ -139,6 +140,7 @@ class Config:
     model: ModelSettings = field(default_factory=ModelSettings)
     adapter: AdapterSpec = field(default_factory=AdapterSpec)
     training: TrainingSettings = field(default_factory=TrainingSettings)
+    privacy: PrivacySettings = field(default_factory=PrivacySettings)
     task: TaskSettings[Any] = field(default_factory=ClassificationSettings)
     data: DataSettings = field(default_factory=DataSettings)
     output: OutputSettings = field(default_factory=OutputSettings)
@@ -156,6 +158,7 @@ TABLES: dict[str, type] = {
     "model": ModelSettings,
     "adapter": AdapterSpec,
     "training": TrainingSettings,
+    "privacy": PrivacySettings,
     "data": DataSettings,
     "output": OutputSettings,
 }
@@ -170,21 +173,12 @@ NAMED = {"model": ("model", "name"), "task": ("task", "name")}
 
 def config_file(folder: Path) -> Path:
     """The config of a run folder; an error says what the folder is instead."""
-    if not folder.is_dir():
-        raise UserError(f"there is no run folder {str(folder)!r}")
-    if not (folder / "config.toml").is_file():
-        raise UserError(f"{str(folder)!r} is no run folder: it has no config.toml")
+    with reading(check_path(folder), "run folder"):
+        if not folder.is_dir():
+            raise UserError(f"there is no run folder {str(folder)!r}")
+        if not (folder / "config.toml").is_file():
+            raise UserError(f"{str(folder)!r} is no run folder: it has no config.toml")
     return folder / "config.toml"
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The contents of a config file."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf8"))
-    except FileNotFoundError:
-        raise UserError(f"there is no config file {str(path)!r}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
 def from_dict(values: Mapping[str, Any], where: str = "config") -> Config:
@@ -195,14 +189,14 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> Config:
             hint = f": {key} belongs in [{place_of(key)}]" if place_of(key) else ""
             raise UserError(f"{where}: {unknown('table', key, known)}{hint}")
         if not isinstance(table, Mapping):
-            raise UserError(f"{where}: [{key}] must be a table, not {table!r}")
+            raise UserError(f"{where}: [{key}] must be a table, not {shown(table)}")
     parts = {key: from_table(kind, values.get(key, {}), f"{where} [{key}]") for key, kind in TABLES.items()}
     task = dict(values.get("task", {}))
     kind = task_kind(task.pop("name", ClassificationSettings.name), f"{where} [task]")
     for name, table in values.get("methods", {}).items():
         if not isinstance(table, Mapping):
             raise UserError(
-                f"{where}: [methods.{name}] must be a table of the method's settings, not {table!r}"
+                f"{where}: [methods.{name}] must be a table of the method's settings, not {shown(table)}"
             )
     methods = {name: dict(table) for name, table in values.get("methods", {}).items()}
     return Config(**parts, task=from_table(kind, task, f"{where} [task]"), methods=methods)
@@ -211,7 +205,7 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> Config:
 def task_kind(name: Any, where: str) -> type[TaskSettings[Any]]:
     """The settings of the task called `name`."""
     if not isinstance(name, str):
-        raise UserError(f"{where}: name must be of type str, not {name!r}")
+        raise UserError(f"{where}: name must be of type str, not {shown(name)}")
     return TASKS[name]
 
 
@@ -276,6 +270,14 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def with_found_model(config: Config) -> Config:
+    """The model's folder by its whole path: a run is used from other folders, too."""
+    folder = Path(config.model.name)
+    if not config.model.name or not folder.is_dir():
+        return config
+    return replace(config, model=replace(config.model, name=str(folder.resolve())))
+
+
 # --- and back ----------------------------------------------------------------------------------------------
 
 
@@ -283,7 +285,7 @@ def to_dict(config: Config) -> dict[str, Any]:
     """The whole config in its tables; settings that are None are left out, as TOML has no null."""
     tables = {key: to_table(getattr(config, key)) for key in TABLES}
     task = {"name": TASKS.name_of(type(config.task))} | to_table(config.task)
-    ordered = {key: tables[key] for key in ("model", "adapter", "training")}
+    ordered = {key: tables[key] for key in ("model", "adapter", "training", "privacy")}
     methods = {name: dict(table) for name, table in config.methods.items()}
     return ordered | {"task": task} | {key: tables[key] for key in ("data", "output")} | {"methods": methods}
 

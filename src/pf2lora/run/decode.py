@@ -5,29 +5,33 @@ from __future__ import annotations
 import json
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
-from pf2lora.errors import UserError
+from pf2lora.errors import LONGEST, UserError
+from pf2lora.parsing import LARGEST_INTEGER
 
 T = TypeVar("T")
 WORDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", dict: "an object"}
 
 
-def decode(kind: type[T], value: Any, file: str) -> T:
-    """`value`, as `json` reads it, as the dataclass `kind`; a UserError names the first place that does not fit."""
-    return typing.cast(T, _Place(file, "").decode(kind, value))
+def decode(kind: type[T], value: Any, file: str, described: str = "") -> T:
+    """`value`, as `json` reads it, as the dataclass `kind`; a UserError names the first place that does not fit, and
+    where the file is `described`."""
+    return typing.cast(T, _Place(file, "", described).decode(kind, value))
 
 
 class _Place:
     """A place in the file, to be named when what stands there is wrong."""
 
-    def __init__(self, file: str, path: str) -> None:
-        self.file, self.path = file, path
+    def __init__(self, file: str, path: str, described: str) -> None:
+        self.file, self.path, self.described = file, path, described
 
     def inside(self, name: str | int) -> _Place:
-        joined = f"[{name}]" if isinstance(name, int) else f".{name}" if self.path else name
-        return _Place(self.file, self.path + joined)
+        short = name if isinstance(name, int) or len(name) <= LONGEST else name[:LONGEST] + "…"
+        joined = f"[{name}]" if isinstance(name, int) else f".{short}" if self.path else str(short)
+        return _Place(self.file, self.path + joined, self.described)
 
     def fail(self, right: str, value: Any) -> UserError:
         shown = json.dumps(value, ensure_ascii=False, default=str)
@@ -45,7 +49,7 @@ class _Place:
             if not isinstance(value, list):
                 raise self.fail("a list", value)
             return origin(self.inside(i).decode(arguments[0], item) for i, item in enumerate(value))
-        if origin is dict or is_dataclass(kind):
+        if origin in (dict, Mapping) or is_dataclass(kind):
             if not isinstance(value, dict):
                 raise self.fail("an object", value)
             return self.record(kind, value) if is_dataclass(kind) else self.mapping(arguments, value)
@@ -61,13 +65,14 @@ class _Place:
             if f.name in value:
                 found[f.name] = self.inside(f.name).decode(hints[f.name], value[f.name])
             elif f.default is MISSING and f.default_factory is MISSING:
-                raise UserError(
-                    f"{self.file}: {self.inside(f.name).path} is missing (docs/result.md describes the file)"
-                )
+                hint = f" ({self.described} describes the file)" if self.described else ""
+                raise UserError(f"{self.file}: {self.inside(f.name).path} is missing{hint}")
         return kind(**found)
 
     def plain(self, kind: type, value: Any) -> Any:
         allowed = (int, float) if kind is float else (kind,)
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             raise self.fail(WORDS[kind], value)
+        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            raise self.fail("a number below 2^63", value)
         return value

@@ -90,9 +90,10 @@ class Deployment:
         return self.chosen.held
 
     def offer_common(self, common: Tensor, losses: Tensor) -> None:
-        """The common adapter is kept of the round with the least mean loss over the clients."""
+        """The common adapter is kept of the round with the least mean loss over the clients; in a private run of the
+        last, as that choice would tell of their rows."""
         means = losses.view(len(self.trial.seeds), -1).nanmean(1).tolist()
-        if not self.common:
+        if not self.common or self.trial.schedule.privacy is not None:
             self.common = [(math.inf, vector.clone()) for vector in common]
         self.common = [
             (mean, vector.clone()) if mean < best[0] else best

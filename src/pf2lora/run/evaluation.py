@@ -6,11 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pf2lora.core.method import State, moved, take
+from pf2lora.core.resampling import resampled_rows
 from pf2lora.run.config import TrainingSettings
+from pf2lora.run.differences import Resampled
 from pf2lora.run.result import Numbers, OverClients
 from pf2lora.run.set_up import Trial
 from pf2lora.run.validation import judge
@@ -33,11 +36,20 @@ class Measured(NamedTuple):
 
     scores: dict[str, list[float | None]]
     examples: list[list[Example]]
+    resampled: list[np.ndarray | None] = []  # noqa: RUF012  the headline on resampled test rows (times,), at the end
 
     def of(self, learners: slice) -> Measured:
         """The same for some learners alone."""
         scores = {metric: values[learners] for metric, values in self.scores.items()}
-        return Measured(scores, self.examples[learners])
+        return Measured(scores, self.examples[learners], self.resampled[learners])
+
+    def uncertainty(self) -> Resampled | None:
+        """What the test rows leave open of these learners' scores; None where they do not say."""
+        known = [values for values in self.resampled if values is not None and np.isfinite(values).all()]
+        if not known or len(known) < len(self.resampled):
+            return None
+        means = np.mean(known, axis=0)
+        return Resampled([round(float(v.std(ddof=1)), 6) for v in known], [round(float(m), 6) for m in means])
 
 
 def evaluation_rounds(training: TrainingSettings) -> set[int]:
@@ -89,9 +101,16 @@ def measure(trial: Trial, models: Models, *, final: bool = False) -> Measured:
     shown = [
         [task.example(a, row) for a, row in zip(found[:EXAMPLES], own)] for found, own in zip(answers, rows)
     ]
+    resampled = []
+    if final:
+        for found, k in zip(answers, whose):
+            client = workload.clients[k]
+            draws = resampled_rows(client.name, len(client.test))
+            resampled.append(task.resampled(found, client.test, draws))
     return Measured(
         {metric: [s.get(metric) for s in scores] for metric in task.metrics},
         [[example for example in client if example is not None] for client in shown],
+        resampled,
     )
 
 

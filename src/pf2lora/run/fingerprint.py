@@ -17,7 +17,6 @@ from pf2lora.run.evaluation import measured_rounds
 from pf2lora.run.made_with import versions
 from pf2lora.run.workload import Workload
 
-SAMPLED = 1024  # numbers of a tensor whose places count, beside the sum of all of them
 JUDGED_OTHERWISE = {  # settings that are not compared as they are written
     "output": None,  # where it goes and what is said of it changes no number
     "data": None,  # the rows themselves are compared
@@ -49,7 +48,7 @@ def fingerprint(workload: Workload, of_clients: Sequence[str]) -> Fingerprint:
     return Fingerprint(
         to_dict(workload.config),
         rows,
-        weights_digest(workload.base.state_dict()),
+        workload.weights,
         str(workload.device),
         torch.get_num_threads(),
         made_with,
@@ -73,20 +72,6 @@ def token_rows(part: Encoded, k: int) -> list[Tensor]:
     start, stop = part.starts[k : k + 2]
     columns = {**part.token_columns, **part.row_columns}
     return [torch.from_numpy(part.lengths[start:stop]), *(column[start:stop] for column in columns.values())]
-
-
-def weights_digest(weights: dict[str, Tensor]) -> str:
-    """Of every tensor the sum of its numbers read as integers, which a change of any one shows, and some numbers in
-    their places. It is to notice another model, and costs little beside loading it."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        bits = tensor.detach().reshape(-1)
-        bits = bits.view(integers[bits.element_size()]) if bits.dtype != torch.bool else bits.to(torch.uint8)
-        some = bits[:: max(1, len(bits) // SAMPLED)].cpu().numpy().tobytes()
-        total = int(bits.sum(dtype=torch.int64))
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total} ".encode() + some)
-    return digest.hexdigest()
 
 
 # --- then and now ------------------------------------------------------------------------------------------
@@ -148,6 +133,11 @@ def check_rounds(then: dict[str, Any], now: Config, reached: int, finished: Sequ
         return
     if finished:
         raise CannotGoOn(f"rounds was {before} and is {after}, and {finished[0]} has finished with {before}")
+    if before != after and now.privacy.dp_epsilon is not None:
+        raise CannotGoOn(
+            f"rounds was {before} and is {after}, and dp_epsilon's noise is that of {before} rounds: with dp_noise a "
+            "run can go on for longer, at a larger ε"
+        )
     if after <= reached:
         raise CannotGoOn(f"rounds was {before} and is {after}, and it has done {reached} already")
     lengths = (before, every[0]), (after, every[1])

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from pf2lora.adapters.peft import ADAPTER_CONFIG, BASE_CONFIG, save_peft
 from pf2lora.adapters.two_level import TwoLevelModel
-from pf2lora.atomic import write_bytes, write_json
+from pf2lora.atomic import append_line, check_writable, make_folder, write_bytes, write_json, writing
 from pf2lora.core.layout import Layout
-from pf2lora.errors import UserError
+from pf2lora.data.files import READERS
+from pf2lora.errors import UserError, check_path, reading
 from pf2lora.methods import METHODS
 from pf2lora.run import checkpoints
 from pf2lora.run.config import Config
@@ -63,36 +64,49 @@ def run_files(folder: Path) -> list[Path]:
 
 def check_free(folder: Path, *, force: bool) -> None:
     """An output folder that holds another run is refused, unless it may be replaced."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"the output folder {str(folder)!r} is a file; choose another --out")
-    held = run_files(folder)
+    with reading(check_path(folder), "output folder"):
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"the output folder {str(folder)!r} is a file; choose another --out")
+        held = run_files(folder)
     if held and not force:
         raise UserError(
             f"{str(folder)!r} holds another run ({held[0].relative_to(folder)}); choose another --out, or --force "
             f"to replace it"
+        )
+    check_no_data(folder)
+    check_writable(folder)
+
+
+def check_no_data(folder: Path) -> None:
+    """An output folder that holds files of rows is somebody's data, and no place for a run."""
+    with reading(folder, "output folder"):
+        files = [
+            p for p in sorted(folder.glob("*")) if p.suffix.lower() in READERS and p.name not in RUN_FILES
+        ]
+    if files:
+        raise UserError(
+            f"the output folder {str(folder)!r} holds data ({files[0].name}); choose another --out, such as "
+            f"{str(folder / 'run')!r}"
         )
 
 
 def claim(folder: Path, *, force: bool) -> None:
     """Make the run folder. One that holds another run is left alone, unless forced; other files never go."""
     check_free(folder, force=force)
-    try:
+    with writing(folder):
         for path in run_files(folder):
             path.unlink()
             for parent in path.relative_to(folder).parents:  # deepest first; "." is the run folder itself
                 if parent.name and not any((folder / parent).iterdir()):
                     (folder / parent).rmdir()
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"the output folder {str(folder)!r} cannot be made: {error.strerror}") from None
+        make_folder(folder)
 
 
 def append_metrics(folder: Path, method: str, seed: int, record: RoundRecord) -> None:
     """One line per round."""
     values = {name: value for name, value in asdict(record).items() if name != "ranks"}
     line = {"method": method, "seed": seed, "time": time.time()} | values
-    with (folder / "metrics.jsonl").open("a", encoding="utf8") as file:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    append_line(folder / "metrics.jsonl", json.dumps(line, ensure_ascii=False))
 
 
 @dataclass(frozen=True)
@@ -109,6 +123,8 @@ class SavedMethod:
     clients: list[str]
     traits: list[str] = field(default_factory=list)  # of the task's rows, such as "pairs"
     shares_one_model: bool = False
+    weights: str = ""  # a digest of the base model's
+    revision: str | None = None  # the base model's on the hub
 
 
 def place(folder: Path, config: Config, method: str) -> Path:
@@ -137,22 +153,20 @@ def save_client(
         f"common.{n}": t for n, t in named(model.common_layout, common).items()
     }
     folder = where / "state" / "clients"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_bytes(folder / f"{name}.safetensors", save(own))
+    write_bytes(make_folder(folder) / f"{name}.safetensors", save(own))
 
 
 def save_common(where: Path, model: TwoLevelModel, common: Tensor, peft_type: str | None, base: str) -> None:
     """The common adapter: nothing of any client's own is in it."""
     personal = torch.zeros(model.personal_layout.size)
     save_peft(where / "common", model, common, personal, peft_type, base)
-    (where / "state").mkdir(parents=True, exist_ok=True)
-    write_bytes(where / "state" / "common.safetensors", save(named(model.common_layout, common)))
+    state = make_folder(where / "state")
+    write_bytes(state / "common.safetensors", save(named(model.common_layout, common)))
 
 
 def save_description(where: Path, saved: SavedMethod) -> None:
     """What `load_run` needs to know of a method's adapters."""
-    (where / "state").mkdir(parents=True, exist_ok=True)
-    write_json(where / "state" / "run.json", asdict(saved))
+    write_json(make_folder(where / "state") / "run.json", asdict(saved))
 
 
 def save_outcome(out: Path, workload: Workload, asked: str, seed: int, outcome: Outcome) -> None:
@@ -188,4 +202,6 @@ def description(workload: Workload, asked: str, seed: int) -> SavedMethod:
         workload.names,
         workload.config.task.traits(workload.clients),
         shares_one_model=METHODS[asked].pooled,
+        weights=workload.weights,
+        revision=getattr(workload.base.config, "_commit_hash", None),
     )

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pf2lora.atomic import write_json
+from pf2lora.atomic import check_writable, undone_on_failure, write_json
 from pf2lora.core.method import Method, Surroundings
-from pf2lora.data.client import Client, check_name
+from pf2lora.data.client import Client, check_apart, check_name
 from pf2lora.data.loading import read_rows, split_client, with_validation
 from pf2lora.data.split import MINIMUM_ROWS
 from pf2lora.engines.batches import Encoded
 from pf2lora.engines.local import Schedule, Step, train
 from pf2lora.errors import UserError
+from pf2lora.folder_lock import locked
 from pf2lora.methods import METHODS
 from pf2lora.methods.local import Local
 from pf2lora.methods.newcomer import Newcomer
@@ -35,9 +36,18 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
 
     Returns the scores of the common adapter alone, of the newcomer's own adapter on it, and of training alone.
     """
+    with locked(run.folder):
+        return fit_and_add(run, name, file, rounds)
+
+
+def fit_and_add(run: LoadedRun, name: str, file: Path, rounds: int | None) -> dict[str, Scores]:
+    """`onboard`, while nobody else writes into the run folder."""
     saved = read_description(run.where)  # as it is now: others may have joined since the run was opened
     run = replace(run, saved=saved)
     check_newcomer(run, name)
+    new = (run.where / "clients" / name, run.where / "state" / "clients" / f"{name}.safetensors")
+    for path in (*new, run.where / "state"):
+        check_writable(path)
     client = read_client(run, name, file)
     common, _ = run.common()
     first, personal = (t.to(run.device) for t in run.model.initial(saved.seed, [name]))
@@ -63,11 +73,12 @@ def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) ->
         "own adapter on it": fitting.measure(*own),
         "training alone": fitting.measure(alone_common, run.no_personal()),
     }
-    folder.save_client(
-        run.where, run.model, name, own[0][0], own[1][0], run.task.peft_type, run.config.model.name
-    )
-    write_json(run.where / "clients" / name / "onboarding.json", found)
-    folder.save_description(run.where, replace(saved, clients=[*saved.clients, name]))
+    with undone_on_failure(*new):
+        folder.save_client(
+            run.where, run.model, name, own[0][0], own[1][0], run.task.peft_type, run.config.model.name
+        )
+        write_json(new[0] / "onboarding.json", found)
+        folder.save_description(run.where, replace(saved, clients=[*saved.clients, name]))
     return found
 
 
@@ -75,6 +86,7 @@ def check_newcomer(run: LoadedRun, name: str) -> None:
     check_name(name, "--client")
     if name in run.saved.clients:
         raise UserError(f"{run.folder} has a client {name!r} already; a newcomer needs another name")
+    check_apart([*run.saved.clients, name], "--client")
     if not METHODS[run.saved.method].two_level:
         able = " or ".join(repr(other) for other in METHODS if METHODS[other].two_level)
         raise UserError(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pf2lora.errors import UserError, unknown
+from pf2lora.errors import UserError, check_path, reading, unknown
+from pf2lora.parsing import read_json
 from pf2lora.run.decode import decode
+from pf2lora.run.differences import Resampled
 from pf2lora.run.estimates import Estimate, estimate
+from pf2lora.run.privacy import PrivacySpent
 from pf2lora.tasks.settings import Metric
 
 FORMAT = 3
@@ -116,6 +117,8 @@ class SeedRun:
     evaluation_seconds: float | None
     peak_memory_bytes: int | None
     warnings: list[str] = field(default_factory=list)
+    privacy: PrivacySpent | None = None  # what the common adapter costs each client, where that is bounded
+    resampled: dict[str, Resampled] = field(default_factory=dict)  # by point, where the metric can be
 
     def at(self, point: Point) -> dict[str, OverClients] | None:
         """The final scores at a point of the round, or of what clients deploy."""
@@ -258,10 +261,8 @@ class Result:
     def client_estimates(self, method: str, point: Point, metric: str) -> list[Estimate | None]:
         """The same, client by client."""
         tables = [(run.at(point) or {}).get(metric) for run in self.methods[method].runs]
-        return [
-            estimate(table.per_client[k] if table else None for table in tables)
-            for k in range(len(self.clients))
-        ]
+        clients = range(len(self.clients))
+        return [estimate(table.per_client[k] if table else None for table in tables) for k in clients]
 
     def _metric(self, metric: str | None) -> str:
         if metric is not None and metric not in self.metrics:
@@ -282,20 +283,14 @@ class Result:
 
 def load_result(path: str | Path) -> Result:
     """The checked result of a run folder, or of a `result.json` itself. Figures that are not finite become None."""
-    path = Path(path)
-    file = path if path.is_file() else path / FILE
-    if not path.exists():
-        raise UserError(f"{path}: no such run folder")
-    if not file.is_file():
-        raise UserError(f"{path}: no {FILE} here (a run writes it when it ends)")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"), parse_constant=lambda _: None)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise UserError(f"{file}: not valid JSON at {place}: {error.msg}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from None
-    return from_json(content, str(file))
+    path = check_path(Path(path))
+    with reading(path, "run folder"):
+        file = path if path.is_file() else path / FILE
+        if not path.exists():
+            raise UserError(f"{path}: no such run folder")
+        if not file.is_file():
+            raise UserError(f"{path}: no {FILE} here (a run writes it when it ends)")
+    return from_json(read_json(file, constants=lambda _: None), str(file))
 
 
 def from_json(content: Any, where: str) -> Result:
@@ -304,47 +299,8 @@ def from_json(content: Any, where: str) -> Result:
         raise UserError(
             f"{where}: format {content.get('format')!r} is unknown to this version of pf2lora (known: {FORMAT})"
         )
-    result = decode(Result, content, where)
+    from pf2lora.run.result_check import check
+
+    result = decode(Result, content, where, "docs/result.md")
     check(result, where)
     return result
-
-
-def check(result: Result, where: str) -> None:
-    """What the types do not say: a result speaks of some client and method, and its lists have one number for each."""
-    for name in ("clients", "methods"):
-        if not getattr(result, name):
-            raise UserError(f"{where}: {name} must have at least one entry")
-    if result.metric not in result.metrics:
-        raise UserError(f"{where}: metric must be one of {', '.join(result.metrics)}, not {result.metric!r}")
-    for name, method in result.methods.items():
-        if not method.runs and method.failed is None:
-            raise UserError(f"{where}: methods.{name}.runs must have at least one entry")
-        for i, run in enumerate(method.runs):
-            place = f"{where}: methods.{name}.runs[{i}]"
-            if result.metric not in run.served:
-                raise UserError(
-                    f"{place}.served.{result.metric} is missing (docs/result.md describes the file)"
-                )
-            _check_lengths(run, len(result.clients), place)
-
-
-def _check_lengths(run: SeedRun, clients: int, place: str) -> None:
-    def fits(values: Sequence[Any] | None, count: int, what: str) -> None:
-        if values is not None and len(values) != count:
-            raise UserError(f"{place}.{what} must be a list of {count}, not of {len(values)}")
-
-    for point in POINTS:
-        for metric, table in (run.at(point) or {}).items():
-            fits(table.per_client, clients, f"{point}.{metric}.per_client")
-    for candidate, scores in run.candidates.items():
-        for metric, table in scores.items():
-            fits(table.per_client, clients, f"candidates.{candidate}.{metric}.per_client")
-    fits(run.choices, clients, "choices")
-    for i, record in enumerate(run.rounds):
-        for what in ("train_loss", "validation_loss", "client_share", "second_order_share", "ranks"):
-            fits(getattr(record, what), clients, f"rounds[{i}].{what}")
-        for point in ROUND_POINTS:
-            for metric, values in (getattr(record, point) or {}).items():
-                fits(values, clients, f"rounds[{i}].{point}.{metric}")
-        for k, ranks in enumerate(record.ranks or []):
-            fits(ranks, len(run.layers), f"rounds[{i}].ranks[{k}]")

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
+from pf2lora.adapters.base_model import weights_digest
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.layout import Layout
-from pf2lora.errors import UserError
+from pf2lora.data.client import check_apart, check_name
+from pf2lora.errors import UserError, reading, shown
 from pf2lora.methods import METHODS
+from pf2lora.parsing import read_json, read_tensors
 from pf2lora.run import config as configs
 from pf2lora.run.config import Config
+from pf2lora.run.decode import decode
 from pf2lora.run.folder import SavedMethod, place
 from pf2lora.run.set_up import adapter_spec
 from pf2lora.run.workload import build_task, choose_device, load_base
@@ -44,7 +46,7 @@ class LoadedRun:
         file = self.where / "state" / "common.safetensors"
         if not file.exists():
             raise UserError(f"{self.folder}: method {self.saved.method!r} has no common adapter")
-        return flat(self.model.common_layout, read_tensors(file), file).to(self.device), self.no_personal()
+        return flat(self.model.common_layout, read_tensors(file)[0], file).to(self.device), self.no_personal()
 
     def no_personal(self) -> Tensor:
         return torch.zeros(1, self.model.personal_layout.size, device=self.device)
@@ -60,7 +62,7 @@ class LoadedRun:
             )
         if self.saved.shares_one_model:
             return self.common()
-        tensors = read_tensors(file)
+        tensors, _ = read_tensors(file)
         parts = {
             prefix: {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             for prefix in ("common.", "personal.")
@@ -86,42 +88,71 @@ def read_config(folder: Path) -> Config:
 def read_description(where: Path) -> SavedMethod:
     """What a run saved of a method."""
     file = where / "state" / "run.json"
-    try:
-        return SavedMethod(**json.loads(file.read_text(encoding="utf8")))
-    except FileNotFoundError:
-        raise UserError(f"{where}: the run has saved no adapters (it did not finish)") from None
-    except (json.JSONDecodeError, TypeError) as error:
-        raise UserError(f"{file}: damaged ({error})") from None
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file."""
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: cannot be read as safetensors ({error})") from None
+    with reading(file):
+        if not file.exists():
+            raise UserError(f"{where}: the run has saved no adapters (it did not finish)")
+    found = decode(SavedMethod, read_json(file), f"{file}: damaged")
+    for name in found.clients:
+        check_name(name, file)  # it becomes a path
+    check_apart(found.clients, file)
+    return found
 
 
 def flat(layout: Layout, tensors: dict[str, Tensor], file: Path) -> Tensor:
-    """The flat row of saved tensors, checked against the layout."""
+    """The flat row of saved tensors, checked against the layout: all of it and no more, finite float32 numbers."""
     for entry in layout.entries:
-        if entry.name not in tensors or tuple(tensors[entry.name].shape) != entry.shape:
+        found = tensors.get(entry.name)
+        if found is None or tuple(found.shape) != entry.shape or found.dtype != torch.float32:
             raise UserError(
-                f"{file}: no tensor {entry.name!r} of shape {entry.shape}; the file does not fit this run"
+                f"{file}: no tensor {entry.name!r} of shape {entry.shape} in float32; the file does not fit this run"
             )
+        if not bool(torch.isfinite(found).all()):
+            raise UserError(f"{file}: the tensor {entry.name!r} holds numbers that are not finite")
+    more = tensors.keys() - layout.by_name.keys()
+    if more:
+        raise UserError(f"{file}: {shown(min(more))} is no tensor of this run; the file does not fit it")
     return layout.pack({n: t[None] for n, t in tensors.items()}) if layout.entries else torch.zeros(1, 0)
 
 
-def load_run(folder: str | Path, method: str | None = None, device: str = "auto") -> LoadedRun:
-    """Open a run folder for one of its methods (default: the first)."""
+def load_run(
+    folder: str | Path,
+    method: str | None = None,
+    device: str = "auto",
+    *,
+    model: str | Path | None = None,
+    on_note: Callable[[str], None] = lambda line: None,
+) -> LoadedRun:
+    """Open a run folder for one of its methods (default: the first). `model` says where its base model is now, if
+    that is another place; other weights than those it was trained on are told to `on_note` then, and refused
+    otherwise."""
     folder = Path(folder)
     config = read_config(folder)
+    trained_on = config.model.name
+    if model is not None:
+        config = replace(config, model=replace(config.model, name=str(model)))
+    elif Path(trained_on).is_absolute() and not Path(trained_on).is_dir():
+        raise UserError(
+            f"{folder}: its base model was in {trained_on!r}, where none is now; --model names its place"
+        )
     by_name = {METHODS[asked].name: asked for asked in config.training.method}
     asked = by_name.get(method or next(iter(by_name)), method or "")
     if asked not in config.training.method:
         raise UserError(f"{folder} has no method {method!r}; its methods: {', '.join(by_name)}")
     saved = read_description(place(folder, config, METHODS[asked].name))
+    if (saved.method, saved.task) != (asked, config.task.name):
+        raise UserError(
+            f"{folder}: its config is of {asked!r} on {config.task.name}, its adapters are of {shown(saved.method)} on "
+            f"{shown(saved.task)}"
+        )
+    if config.task.labelled and len(set(saved.labels)) < max(2, len(saved.labels)):
+        raise UserError(f"{folder}: state/run.json is damaged: it must name two or more labels, each once")
     where = choose_device(device)
     task = build_task(config, saved.labels)
     base = load_base(config, task, where)
+    if saved.weights and weights_digest(base) != saved.weights:
+        then = f", revision {saved.revision}" if saved.revision else ""
+        line = f"{config.model.name!r} has other weights than the run was trained on ({trained_on!r}{then})"
+        if model is None:
+            raise UserError(f"{folder}: {line}; --model names a folder with the right ones")
+        on_note(line)
     return LoadedRun(folder, config, saved, task, TwoLevelModel(base, adapter_spec(config, asked)), where)

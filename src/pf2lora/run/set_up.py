@@ -16,6 +16,7 @@ from pf2lora.core.randomness import participants
 from pf2lora.engines.batches import Encoded, EncodedSource
 from pf2lora.engines.local import Schedule
 from pf2lora.methods import METHODS
+from pf2lora.run import privacy
 from pf2lora.run.config import Config
 from pf2lora.run.workload import Workload
 from pf2lora.settings import checked
@@ -71,7 +72,12 @@ def set_up(
             client_scaling=config.adapter.client_scaling,
         )
         method = kind.set_up(run, method_settings(config, name))
-        schedule = schedule_of(config, *seeds)
+        private = privacy.mechanism(config, kind, clients, seeds)
+        if private is not None:
+            privacy.check_sent(method)
+        # Noise protects from what a client sends, not from how others are judged by it.
+        judged = private is None
+        schedule = replace(schedule_of(config, *seeds), privacy=private, compare_updates=judged)
         rows = workload.train.pooled() if kind.pooled else workload.train
         learners = len(participants(seeds[0], 1, len(workload.clients), schedule.participation))
         size = method.batch_size(config.training.batch_size, learners)

@@ -14,7 +14,7 @@ from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.method import State
 from pf2lora.core.ranks import client_share, learned_ranks
 from pf2lora.engines.local import After, Round, Step, train
-from pf2lora.run import costs
+from pf2lora.run import costs, privacy
 from pf2lora.run.deploy import PERSONAL, SERVED, Deployment, candidates
 from pf2lora.run.evaluation import (
     Measured,
@@ -27,7 +27,7 @@ from pf2lora.run.evaluation import (
     not_finite,
     summary,
 )
-from pf2lora.run.result import ROUND_POINTS, Numbers, RoundRecord, SeedRun
+from pf2lora.run.result import POINTS, ROUND_POINTS, Numbers, RoundRecord, SeedRun
 from pf2lora.run.set_up import Trial
 from pf2lora.run.validation import sampled_judge
 from pf2lora.run.warnings import left_out_warnings, training_warnings
@@ -193,7 +193,7 @@ def measured_record(
         *(model.common_layout, model.personal_layout, served.common[own], served.personal[own]),
         *(spec.scaling, spec.client_scaling),
     )
-    shares = client_share(*adapters).tolist() if trial.method.two_level else None
+    shares = client_share(*adapters).tolist() if spec.client_rank else None
     return replace(
         record,
         validation_loss=None if losses is None else losses[own],
@@ -253,6 +253,11 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
         seconds=sum(r.seconds for r in watched.rounds[s]),
         evaluation_seconds=watched.evaluation_seconds / len(trial.seeds),
         peak_memory_bytes=None,
+        resampled={
+            point: found
+            for point, measured in {**watched.last, "deploy": watched.deployed}.items()
+            if point in POINTS and measured and (found := measured.of(own).uncertainty())
+        },
         warnings=[
             *workload.notes,
             *workload.task.notes,
@@ -265,6 +270,9 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
             ),
             *left_out_warnings(watched.rounds[s]),
         ],
+        privacy=privacy.spent(
+            *(workload.config, trial.schedule.privacy, learners, trial.seeds[s], watched.rounds[s][-1].round)
+        ),
     )
 
 

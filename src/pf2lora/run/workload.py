@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from pf2lora.adapters.base_model import weights_digest
 from pf2lora.data.client import Client
 from pf2lora.data.loading import load_clients
 from pf2lora.engines.batches import Encoded
@@ -35,6 +36,7 @@ class Workload:
     validation_sample: Encoded | None  # some of them, spread evenly: for what is asked after every round
     device: torch.device
     notes: tuple[str, ...] = ()  # what the data's reader has to say
+    weights: str = ""  # a digest of the base model's
 
     @property
     def names(self) -> list[str]:
@@ -69,7 +71,19 @@ def load_workload(
         few = [spread(client.validation, SAMPLE) for client in clients]
         sample = task.encode(few, training=False).to(device)
     check_lengths(config, base, train, test)
-    return Workload(config, task, list(clients), base, train, test, validation, sample, device, tuple(notes))
+    return Workload(
+        config,
+        task,
+        list(clients),
+        base,
+        train,
+        test,
+        validation,
+        sample,
+        device,
+        tuple(notes),
+        weights_digest(base),
+    )
 
 
 def spread(rows: list[Any], most: int) -> list[Any]:

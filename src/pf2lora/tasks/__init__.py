@@ -14,4 +14,5 @@ TASKS: Registry[TaskSettings[Any]] = Registry(
         "question-answering": "pf2lora.tasks.question_answering.settings:QuestionAnsweringSettings",
         "generation": "pf2lora.tasks.generation.settings:GenerationSettings",
     },
+    "pf2lora.tasks.settings:TaskSettings",
 )

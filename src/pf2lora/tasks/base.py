@@ -109,6 +109,13 @@ class Task(ABC, Generic[Row, Prediction]):
         """Every client's scores."""
         return [self.score(found, rows) for found, rows in zip(predictions, clients)]
 
+    def resampled(
+        self, predictions: Sequence[Prediction], rows: Sequence[Row], draws: np.ndarray
+    ) -> np.ndarray | None:
+        """The headline metric on resampled rows, `draws (times, rows)` of them; None where it is no function of rows
+        that can be taken again cheaply, as scores of generated text are not."""
+        return None
+
     def describe(self, rows: Sequence[Row]) -> dict[str, int]:
         """How many rows of each kind (label, topic, …) there are, for the report."""
         return {}

@@ -276,7 +276,7 @@ def test_files_of_outputs_and_references(tmp_path: Path) -> None:
         ("one\n", "\n\n", "item 1 has no reference"),
         ("", "a\n", "system is empty"),
         ("one\n", None, "references: no such file"),
-        ("one\n", "\udcff", "references: not UTF-8 text"),
+        ("one\n", "\udcff", "references, line 1: not UTF-8"),
     ],
 )
 def test_bad_files_are_named(system: str, references: str | None, message: str, tmp_path: Path) -> None:

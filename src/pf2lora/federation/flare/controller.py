@@ -211,7 +211,10 @@ class FederationController(Controller):
         append_line(
             self.folder, f"run {self.plan.name!r} finished: {session.done} rounds{early and '; ' + early}"
         )
-        self.note("finished", early)
+        cost = session.spent()
+        if cost is not None:
+            append_line(self.folder, f"privacy: {cost.sentence()}")
+        self.note("finished", early or ("" if cost is None else cost.sentence()))
 
     def report(self, record: RoundRecord) -> None:
         """Say how a round went; who told a problem is not asked again."""

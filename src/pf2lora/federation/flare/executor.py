@@ -63,7 +63,9 @@ class SiteExecutor(Executor):
             folder.open()
             setup = site_setup.build(self.plan, file, site)
             dtype = dtype_named(self.plan.wire)
-            allow_list = AllowList(setup.method, setup.metrics, dtype)
+            allow_list = AllowList(
+                *(setup.method, setup.metrics, dtype), private=setup.trial.schedule.privacy is not None
+            )
             fl_ctx.set_prop(ALLOW_LIST, allow_list, private=True, sticky=True)
             self.session = SiteSession(setup, folder, self.plan.run.training.steps, dtype)
         self.problem = None

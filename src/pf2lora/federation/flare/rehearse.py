@@ -22,6 +22,7 @@ from pf2lora.federation.protocol import outcome, run_status
 from pf2lora.federation.protocol.names import site_names
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.site_setup import SITE_FILE
+from pf2lora.folder_lock import locked
 from pf2lora.run import folder as run_folder
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import Config, to_toml
@@ -41,6 +42,12 @@ def rehearse(config: Config, out: Path, *, options: dict[str, Any], force: bool,
     workload = prepare(config)
     labels = tuple(workload.task.labels)
     plan = Plan.of(config, "rehearsal", site_names(workload.names), labels, **options)
+    with locked(out):
+        return rehearse_in(out, plan, workload, force=force, tell=tell)
+
+
+def rehearse_in(out: Path, plan: Plan, workload: Workload, *, force: bool, tell: Tell) -> Result:
+    """The rehearsal of a plan, while nobody else writes into its folder."""
     folder = out / FOLDER
     set_up(plan, workload, out, folder, force=force, tell=tell)
     server = open_kit(folder / "kits" / "server")

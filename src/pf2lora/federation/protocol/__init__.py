@@ -9,7 +9,9 @@ site          a site's half: its answer to each request of the server
 site_setup    what a site brings: its data, base model and method, from its own site.toml
 site_models   how good a site's models are, and which one it deploys
 checkpoints   what a site keeps between rounds
+agreement     what sites must have alike
 server        the server's half: whom it asks, what it accepts, the merge, its checkpoint
+private       what travels where updates get noise
 stopping      when a run ends before its last round
 run_status    where a run stands, for whoever watches
 outcome       a rehearsal's run folder

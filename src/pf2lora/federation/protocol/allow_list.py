@@ -108,11 +108,19 @@ class AllowList:
     declared metrics, and the sum of the validation loss.
 
     Without a `method` any possible description of an adapter may come in a hello, and no adapter. Without `metrics`
-    any name of a metric will do: the server does not know which the task has.
+    any name of a metric will do: the server does not know which the task has. In a `private` run an update and the
+    steps of its round leave, and no figure that rows were counted or measured for.
     """
 
-    def __init__(self, method: Method | None, metrics: tuple[str, ...] | None, dtype: torch.dtype) -> None:
-        self.method, self.metrics, self.dtype = method, metrics, dtype
+    def __init__(
+        self,
+        method: Method | None,
+        metrics: tuple[str, ...] | None,
+        dtype: torch.dtype,
+        *,
+        private: bool = False,
+    ) -> None:
+        self.method, self.metrics, self.dtype, self.private = method, metrics, dtype, private
         self.entries = None if method is None else describe(method.layout)
         self.declared = self.answers()
 
@@ -129,16 +137,22 @@ class AllowList:
     def answers(self) -> dict[str, Declared]:
         """The declared messages of a site, by kind."""
         digest, version = matches(DIGEST), matches(VERSION)
-        hello: Checks = {
+        hello: dict[str, Check] = {
             "model": digest,
             "labels": digest,
             "label_count": is_count,
-            "train_rows": is_positive,
-            "test_rows": is_count,
             "layout": self.is_layout,
             "engine": version,
             "version": version,
         }
+        if self.private:
+            return {
+                "hello": Declared({**ROUND, **hello}),
+                "update": Declared({**ROUND, "steps": is_positive}, tensors=True),
+                "scores": Declared(ROUND),
+                "problem": Declared({**ROUND, "code": is_problem}),
+            }
+        hello |= {"train_rows": is_positive, "test_rows": is_count}
         trained: Checks = {"steps": is_positive, "loss": is_number}
         measured: Checks = {"second_order": is_number, "served": self.is_scores, "before": self.is_scores}
         validated: Checks = {"validation": is_validation}

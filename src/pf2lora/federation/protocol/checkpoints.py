@@ -7,19 +7,21 @@ goes back to the state it had when that round began.
 from __future__ import annotations
 
 import errno
-import fcntl
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from pf2lora import atomic
 from pf2lora.core.method import State, Tree, over_tensors, tensors_of
 from pf2lora.errors import UserError
+from pf2lora.folder_lock import Busy, acquire
+from pf2lora.parsing import read_tensors
 
 KEPT = 3  # rounds
 STATE, BEST = "round", "best"  # the two kinds of file: the state after a round, the best model up to it
@@ -67,19 +69,24 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, run: str) -> None:
         self.folder, self.run = folder, run
-        self.lock: IO[str] | None = None
+        self.lock: int | None = None
 
     def open(self) -> None:
         """Make the folder and lock it."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.lock = (self.folder / "lock").open("w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StateFolderError(
-                f"the state folder {self.folder} is in use by another process", "busy"
-            ) from None
+            try:
+                self.lock = acquire(self.folder)
+            except Busy:
+                raise StateFolderError(
+                    f"the state folder {self.folder} is in use by another process", "busy"
+                ) from None
+
+    def close(self) -> None:
+        """Give the folder back, as the end of the process does."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
 
     def save(self, saved: Checkpoint) -> None:
         """Keep the state after a round."""
@@ -96,10 +103,14 @@ class CheckpointFolder:
         """The state after round `number`, on the device of `like`, whose shapes it must have; a StateFolderError if it
         cannot be used."""
         tensors, header = self.read(STATE, number)
+        path, steps = self.path(STATE, number), header.get("steps", "")
         pieces = [tensors[name] for i in range(len(tensors)) if (name := str(i)) in tensors]
-        state, unpruned = restored(like, pieces, self.path(STATE, number)), tensors.get("unpruned")
-        unpruned = None if unpruned is None else unpruned.to(like.x.device)
-        return Checkpoint(int(header["round"]), int(header["steps"]), state, unpruned)
+        state, unpruned = restored(like, pieces, path), None
+        if "unpruned" in tensors:
+            unpruned = restored(like.x, [tensors["unpruned"]], path)
+        if not re.fullmatch(r"[0-9]{1,15}", steps):
+            raise StateFolderError(f"the state {path} is damaged: it has no number of steps", "state")
+        return Checkpoint(number, int(steps), state, unpruned)
 
     # --- files by round -------------------------------------------------------------------------------------
 
@@ -116,12 +127,15 @@ class CheckpointFolder:
         """The tensors and the header of a file; a StateFolderError if it cannot be read."""
         path = self.path(kind, number)
         try:
-            with safe_open(path, "pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
+            tensors, header = read_tensors(path)
+        except UserError as error:
+            raise StateFolderError(f"the state {error}", "state") from None
+        if header.get("run") != self.run or header.get("round") != str(number):
             raise StateFolderError(
-                f"the state {path} cannot be read: {str(error).splitlines()[0]}", "state"
-            ) from None
+                f"the state {path} is not of round {number} of the run {self.run!r}; use another state folder",
+                "state",
+            )
+        return tensors, header
 
     def newest(self, kind: str, number: int) -> int | None:
         """The last round before `number` that has a file; later ones, of rounds that the server lost, are dropped."""
@@ -131,7 +145,8 @@ class CheckpointFolder:
 
     def rounds(self, kind: str = STATE) -> list[int]:
         """The rounds that have a file, oldest first."""
-        return sorted(int(p.stem.removeprefix(f"{kind}-")) for p in self.folder.glob(f"{kind}-*.safetensors"))
+        names = (re.fullmatch(rf"{kind}-([0-9]{{6,15}})", p.stem) for p in self.folder.glob("*.safetensors"))
+        return sorted(int(name[1]) for name in names if name)
 
     def path(self, kind: str, number: int) -> Path:
         """The file of round `number`."""
@@ -141,7 +156,7 @@ class CheckpointFolder:
 def restored(like: Tree, tensors: Sequence[Tensor], file: Path) -> Tree:
     """Nested tuples as `like`, with the tensors that `tensors_of` gave and `file` held; a StateFolderError if they do
     not fit."""
-    if [t.shape for t in tensors] != [t.shape for t in tensors_of(like)]:
+    if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in tensors_of(like)]:
         raise StateFolderError(
             f"the state {file} belongs to another adapter; use another state folder", "state"
         )

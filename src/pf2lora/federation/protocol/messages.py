@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pf2lora.core.layout import Entry, Layout
 from pf2lora.errors import UserError
+from pf2lora.parsing import parse_json, refuse
 
 FIELDS = "pf2lora"  # the header's only metadata key
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -73,16 +74,7 @@ def decode(data: object) -> Message:
 def strict_json(text: str | bytes) -> Any:
     """JSON without keys that stand twice (the first would leave unseen) and without NaN and infinities."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError("a key stands twice")
-        return found
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no number")
-
-    return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    return parse_json(text, refuse)
 
 
 def one_line(error: Exception) -> str:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pf2lora.atomic import write_json
+from pf2lora.core.method import take
+from pf2lora.federation.protocol import private
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
-from pf2lora.federation.protocol.site_models import CHOICE, choice_file
+from pf2lora.federation.protocol.site_models import CHOICE, SCORES, choice_file, scores_file
+from pf2lora.parsing import read_json
 from pf2lora.run import costs
 from pf2lora.run import folder as run_folder
 from pf2lora.run.comparison import describe
+from pf2lora.run.decode import decode
 from pf2lora.run.deploy import SERVED
 from pf2lora.run.evaluation import summary
 from pf2lora.run.result import Choice, MethodResult, Numbers, Result, RoundRecord, SeedRun, SentBytes
@@ -29,14 +32,20 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
 
     config, task = workload.config, workload.task
     session = ServerSession(plan, server)
-    final = json.loads((server / "final.json").read_text())
+    final = read_json(server / "final.json")
+    if session.privacy is not None:  # no score left a site; in a rehearsal its folder may be looked into
+        files = [scores_file(folder / plan.name, name) for folder, name in zip(sites, workload.names)]
+        final = {site: read_json(f) for site, f in zip(plan.sites, files) if f.is_file()}
     trial = set_up(workload, plan.method, config.training.seed)
     record = seed_run(plan, trial, session, final, [folder / plan.name for folder in sites])
     for k, folder in enumerate(sites):
         keep_adapters(folder / plan.name, out, workload.names[k])
     if session.common is not None:
         start = trial.state.x[:1].cpu()
-        (whole,) = trial.method.common(start, session.common.unsqueeze(0), session.done)
+        answer = session.common
+        if session.privacy is not None:
+            answer = private.absolute(trial.method, take(trial.state, [0]), answer, session.done)
+        (whole,) = trial.method.common(start, answer.unsqueeze(0), session.done)
         run_folder.save_common(out, trial.model, whole, task.peft_type, config.model.name)
     run_folder.save_description(out, run_folder.description(workload, plan.method, config.training.seed))
     result = describe(workload, {trial.method.name: MethodResult(trial.method.label, [record])}, [])
@@ -75,6 +84,7 @@ def seed_run(
         evaluation_seconds=None,
         peak_memory_bytes=None,
         warnings=left_out(session, dict(zip(plan.sites, workload.names))),
+        privacy=session.spent(),
     )
 
 
@@ -117,7 +127,7 @@ def scores_at(
 def read_choice(state: Path, client: str, last: int) -> Choice:
     """What a site chose to deploy; what it is served after the `last` round, where it had nothing to choose by."""
     file = choice_file(state, client)
-    return Choice(**json.loads(file.read_text())) if file.is_file() else Choice(SERVED, last, None, {})
+    return decode(Choice, read_json(file), str(file)) if file.is_file() else Choice(SERVED, last, None, {})
 
 
 def sent_bytes(plan: Plan, session: ServerSession) -> SentBytes:
@@ -149,7 +159,7 @@ def left_out(session: ServerSession, clients: Mapping[str, str]) -> list[str]:
 def keep_adapters(state: Path, out: Path, client: str) -> None:
     """Copy a client's adapters from its site's state folder; in a rehearsal they may leave it."""
     if (state / "clients" / client).is_dir():
-        chosen = shutil.ignore_patterns(CHOICE)  # the result says it
+        chosen = shutil.ignore_patterns(CHOICE, SCORES)  # the result says it
         shutil.copytree(
             state / "clients" / client, out / "clients" / client, dirs_exist_ok=True, ignore=chosen
         )

@@ -11,7 +11,9 @@ from typing import Any
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol.names import check_name, check_sites
 from pf2lora.methods import METHODS
+from pf2lora.parsing import json_value, refuse
 from pf2lora.run.config import Config, from_dict, to_dict
+from pf2lora.run.decode import decode
 from pf2lora.settings import column_settings
 
 
@@ -49,7 +51,8 @@ class Plan:
             )
         if not self.norm_limit > 1:
             raise UserError(f"norm_limit is {self.norm_limit}; it is a multiple of the median norm, above 1")
-        if ":" in self.method or ":" in str(self.config.get("task", {}).get("name", "")):
+        task = self.config.get("task", {})
+        if ":" in self.method or (isinstance(task, Mapping) and ":" in str(task.get("name", ""))):
             raise UserError(
                 "a plan names methods and tasks that every site has installed (entry points pf2lora.methods and "
                 "pf2lora.tasks); no site imports a module because a plan says so"
@@ -85,8 +88,8 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan of `to_json`'s text, checked."""
-        values = json.loads(text)
-        return cls(**values | {"sites": tuple(values["sites"]), "labels": tuple(values["labels"])})
+        values = json_value(text, "the plan", refuse)
+        return decode(cls, values, "the plan")
 
 
 def shared_tables(config: Config) -> dict[str, Any]:
@@ -94,7 +97,7 @@ def shared_tables(config: Config) -> dict[str, Any]:
     columns are called is its own affair."""
     tables = to_dict(config)
     own = {"model": ("name", "device", "precision"), "task": column_settings(type(config.task))}
-    shared = {key: tables[key] for key in ("model", "adapter", "training", "task", "methods")}
+    shared = {key: tables[key] for key in ("model", "adapter", "training", "privacy", "task", "methods")}
     return {
         key: {k: v for k, v in table.items() if k not in own.get(key, ())} for key, table in shared.items()
     }

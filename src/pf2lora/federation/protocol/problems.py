@@ -6,6 +6,7 @@ from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UnknownLabel
 from pf2lora.federation.protocol.checkpoints import StateFolderError
 from pf2lora.federation.protocol.messages import Malformed
+from pf2lora.run.privacy import TooMuchSpent
 
 PROBLEMS = {
     "disk-full": "the disk of its state folder is full",
@@ -15,6 +16,7 @@ PROBLEMS = {
     "loss": "its loss stopped being a number; a smaller lr or client_lr usually helps",
     "data": "its data or model could not be loaded",
     "labels": "its data has labels that the federation does not name",
+    "privacy": "the run would cost it more privacy than its own site.toml allows",
     "message": "it cannot use the server's message; is the same version of pf2lora installed there?",
     "refused": "its own allow-list refused the message: nothing was sent",
     "failed": "it failed",
@@ -26,7 +28,8 @@ def problem_code(error: Exception) -> str:
     """The code under which a site tells the server of an error."""
     if isinstance(error, StateFolderError):
         return error.code
-    for kind, code in ((Diverged, "loss"), (UnknownLabel, "labels"), (Malformed, "message")):
+    codes = {Diverged: "loss", UnknownLabel: "labels", TooMuchSpent: "privacy", Malformed: "message"}
+    for kind, code in codes.items():
         if isinstance(error, kind):
             return code
     return "data"

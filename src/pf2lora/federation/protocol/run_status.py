@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pf2lora import atomic
+from pf2lora.errors import UserError
+from pf2lora.parsing import read_json
+from pf2lora.run.decode import decode
 
 SITES = "registered"  # a file per site, as old as its way to this server
 ALIVE = "alive"  # a file per site, as old as its last heartbeat
@@ -47,15 +50,14 @@ def read_status(folder: Path, job: str = "") -> Status | None:
     """Where the run stands, or one job of it."""
     file = folder / JOBS / f"{job}.json" if job else folder / STATUS
     try:
-        return Status(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):
+        return decode(Status, read_json(file), str(file))
+    except UserError:
         return None
 
 
 def append_line(folder: Path, line: str) -> None:
     """One line about the run, for whoever watches."""
-    with (folder / LINES).open("a", encoding="utf8") as file:
-        file.write(json.dumps({"time": time.time(), "line": line}, ensure_ascii=False) + "\n")
+    atomic.append_line(folder / LINES, json.dumps({"time": time.time(), "line": line}, ensure_ascii=False))
 
 
 def read_lines(folder: Path, skip: int = 0) -> list[str]:

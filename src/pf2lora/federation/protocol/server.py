@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from pf2lora import atomic
@@ -20,6 +16,8 @@ from pf2lora.core.method import Method, Updates, tensors_of
 from pf2lora.core.randomness import participants
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
+from pf2lora.federation.protocol import private, server_checkpoint
+from pf2lora.federation.protocol.agreement import check_fits, keep_plan
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.checkpoints import restored, writing
 from pf2lora.federation.protocol.messages import (
@@ -34,12 +32,11 @@ from pf2lora.federation.protocol.messages import (
 )
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import PROBLEMS
+from pf2lora.federation.protocol.server_checkpoint import Knowledge
 from pf2lora.federation.protocol.stopping import out_of_patience
+from pf2lora.methods import METHODS
+from pf2lora.run import privacy
 from pf2lora.run.set_up import merging_method
-
-KEPT = "kept."  # what the names of the method's own tensors begin with, in the server's checkpoint
-# Between a run's beginning and its resumption.
-MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds", "patience")
 
 
 class RoundRecord(TypedDict):
@@ -61,8 +58,12 @@ class ServerSession:
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder, self.config = plan, folder, plan.run
         self.dtype = dtype_named(plan.wire)
+        self.privacy = privacy.mechanism(
+            self.config, METHODS[plan.method], len(plan.sites), (self.config.training.seed,)
+        )
         self.done = 0  # finished rounds
-        self.common: Tensor | None = None  # the method's answer after them: to all, or one for each site
+        # The method's answer after them: to all, or one for each site. In a private run, its difference to the start.
+        self.common: Tensor | None = None
         self.kept: Any = ()  # what the method keeps between rounds
         self.sites: dict[str, dict[str, Any]] = {}  # what each said of itself
         self.ranks: dict[str, int | None] = {}  # of the last updates; HETLoRA's sites get it truncated to it
@@ -70,7 +71,7 @@ class ServerSession:
         self.records: list[RoundRecord] = []
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        self.check_same_plan()
+            keep_plan(plan, folder / "plan.json")
         self.resume()
 
     # --- who is there ---------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ class ServerSession:
     def register(self, site: str, data: object) -> None:
         """Take a site's answer to a hello. `Malformed` if it is none; a UserError that names the site and the remedy
         if the site has a problem, or does not fit the others."""
-        message = AllowList(None, None, self.dtype).check(data, ("hello", "problem"))
+        message = self.allow_list(None).check(data, ("hello", "problem"))
         facts = message.fields
         if message.kind == "problem":
             raise UserError(f"{site} cannot take part: {PROBLEMS[facts['code']]} (its own log says more)")
@@ -120,6 +121,15 @@ class ServerSession:
         """Whether no round is left: all are done, or patience is at its end."""
         training = self.config.training
         return self.done >= training.rounds or out_of_patience(training, (r["scores"] for r in self.records))
+
+    def allow_list(self, method: Method | None) -> AllowList:
+        """What a site may have sent."""
+        return AllowList(method, None, self.dtype, private=self.privacy is not None)
+
+    def spent(self) -> privacy.PrivacySpent | None:
+        """What the rounds that are done cost every site."""
+        seed = self.config.training.seed
+        return privacy.spent(self.config, self.privacy, len(self.plan.sites), seed, self.done)
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -207,7 +217,7 @@ class ServerSession:
 
     def read_answer(self, data: object, kind: str, number: int) -> Message:
         """A site's answer of `kind`, or its problem, for round `number`: as declared and finite, else `Malformed`."""
-        message = AllowList(self.known_method, None, self.dtype).check(data, (kind, "problem"))
+        message = self.allow_list(self.known_method).check(data, (kind, "problem"))
         if message.round != number:
             raise Malformed(f"a {message.kind!r} of round {message.round} instead of round {number}")
         if message.kind == "update" and bool(message.tensors) != self.known_method.federated:
@@ -220,17 +230,25 @@ class ServerSession:
 
     def merge(self, sites: list[str], vectors: Mapping[str, Tensor], number: int) -> None:
         """The method's answer to what these sites sent at the end of round `number`."""
+        rows = torch.stack([vectors[s] for s in sites])
+        if self.privacy is not None:
+            expected, seed = len(self.chosen(number)), self.config.training.seed
+            sent = private.noisy(self.privacy, self.known_method, self.common, rows, expected, seed, number)
+            self.common, self.kept = self.known_method.merge(sent, self.kept)
+            return
         sizes = [self.sites[s]["train_rows"] for s in sites]
         weights = merge_weights(sizes, self.config.training.weighting)
         positions = tuple(self.plan.sites.index(s) for s in sites)
-        sent = Updates(torch.stack([vectors[s] for s in sites]), weights, positions, number)
+        sent = Updates(rows, weights, positions, number)
         self.common, self.kept = self.known_method.merge(sent, self.kept)
 
     def beyond_norm_limit(self, vectors: Mapping[str, Tensor]) -> dict[str, str]:
         """Sites whose update has a norm beyond the limit, with the reason. It is the norm of what was sent, not of its
         change: where the others have converged, the honest change of a site that was away is many times theirs."""
         norms = {site: float(v.double().norm()) for site, v in vectors.items()}
-        if len(norms) < 3:  # of two, nobody can say which is the odd one
+        # Of two, nobody can say which is the odd one; and where updates are cut and get noise, who is left out may not
+        # depend on what the others sent.
+        if len(norms) < 3 or self.privacy is not None:
             return {}
         limit = self.plan.norm_limit * float(torch.tensor(list(norms.values())).median())
         return {
@@ -255,49 +273,24 @@ class ServerSession:
 
     def save(self) -> None:
         """One file holds everything a later server needs; the previous one stays until this one is whole."""
-        knowledge = {
-            "done": self.done,
-            "ranks": self.ranks,
-            "records": self.records,
-            "facts": self.sites,
-            "time": time.time(),
-        }
-        tensors = {"common": self.common} if self.common is not None else {}
-        tensors |= {f"{KEPT}{i}": tensor.clone() for i, tensor in enumerate(tensors_of(self.kept))}
-        path = self.folder / f"round-{self.done:06d}.safetensors"
-        with writing(self.folder):
-            atomic.write_bytes(path, save(tensors, metadata={"server": json.dumps(knowledge)}))
-        for old in sorted(self.folder.glob("round-*.safetensors"))[:-2]:
-            old.unlink(missing_ok=True)
-
-    def check_same_plan(self) -> None:
-        """A name is one run: what makes its numbers may not change when it is resumed. It may go on for longer."""
-        file, plan = self.folder / "plan.json", asdict(self.plan)
-        before = json.loads(file.read_text()) if file.exists() else json.loads(self.plan.to_json())
-        for key, value in json.loads(json.dumps(plan)).items():
-            old = before[key]
-            if key == "config":
-                value, old = (without(tables, MAY_CHANGE) for tables in (value, old))
-            if key not in MAY_CHANGE and value != old:
-                raise UserError(
-                    f"the run {self.plan.name!r} exists with another {key}: choose another --name"
-                )
-        with writing(self.folder):
-            atomic.write_json(file, plan)
+        knowledge = Knowledge(self.done, self.ranks, self.records, self.sites, time.time())
+        server_checkpoint.write(self.folder, knowledge, self.common, tensors_of(self.kept))
 
     def resume(self) -> None:
         """Go on after the last finished round, if there is one."""
-        found = sorted(self.folder.glob("round-*.safetensors"))
-        if not found:
+        path = server_checkpoint.newest(self.folder)
+        if path is None:
             return
-        with safe_open(found[-1], "pt") as file:
-            knowledge = json.loads(file.metadata()["server"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        self.common = tensors.pop("common", None)
-        self.done, self.records, self.ranks = knowledge["done"], knowledge["records"], knowledge["ranks"]
-        self.sites = knowledge["facts"]
-        self.know_method(next(iter(self.sites.values())))
-        self.kept = restored(self.kept, [tensors[f"{KEPT}{i}"] for i in range(len(tensors))], found[-1])
+        knowledge, self.common, kept = server_checkpoint.read(path)
+        try:
+            self.know_method(server_checkpoint.facts_of(knowledge, path))
+            if self.common is not None and self.common.shape != (self.layout.shared,):
+                raise ValueError("a common adapter of another size")
+        except (Malformed, ValueError, KeyError) as error:
+            raise server_checkpoint.damaged(path, error) from None
+        self.done, self.records, self.ranks = knowledge.done, knowledge.records, knowledge.ranks
+        self.sites = knowledge.facts
+        self.kept = restored(self.kept, kept, path)
 
 
 class QuorumMissed(UserError):
@@ -312,37 +305,6 @@ class QuorumMissed(UserError):
             f"round {number}: {got} of {asked} sites gave an update and the quorum is {plan.needed(asked)} "
             f"({'; '.join(why) or 'no site was there'}); the same command resumes at this round"
         )
-
-
-def check_fits(site: str, facts: Mapping[str, Any], other: str, theirs: Mapping[str, Any]) -> None:
-    """A UserError where two sites do not agree on what makes an average of their adapters meaningful."""
-    if facts["version"] != theirs["version"]:
-        raise UserError(
-            f"{site} runs pf2lora {facts['version']}, {other} {theirs['version']}: install the same version everywhere"
-        )
-    if facts["engine"] != theirs["engine"]:
-        raise UserError(
-            f"{site} runs nvflare {facts['engine']}, {other} {theirs['engine']}: install the same version"
-        )
-    if facts["model"] != theirs["model"]:
-        raise UserError(
-            f"{site} has another base model than {other} (the digests of config and weights differ): give {site} a "
-            f"copy of the same model folder"
-        )
-    if (facts["labels"], facts["label_count"]) != (theirs["labels"], theirs["label_count"]):
-        raise UserError(
-            f"{site} has other labels than {other} ({facts['label_count']} and {theirs['label_count']}): name all "
-            f"labels in the run's `labels`"
-        )
-    if facts["layout"] != theirs["layout"]:
-        raise UserError(
-            f"{site}'s common adapter has other layers or shapes than {other}'s: use the same model"
-        )
-
-
-def without(tables: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """A config's tables without the settings of these names."""
-    return {table: {k: v for k, v in values.items() if k not in names} for table, values in tables.items()}
 
 
 def server_method(plan: Plan, layout: Layout) -> Method:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from pf2lora.core.method import State
+from pf2lora.core.privacy import clipped
 from pf2lora.engines.bad_clients import Diverged, UpdateLedger, change, check_enough
 from pf2lora.engines.local import local_steps
 from pf2lora.engines.stepper import make_stepper
+from pf2lora.federation.protocol import private
 from pf2lora.federation.protocol.checkpoints import Checkpoint, CheckpointFolder
 from pf2lora.federation.protocol.messages import Message, check_tensors, encode, to_flat, to_tensors
 from pf2lora.federation.protocol.site_models import SiteModels
@@ -26,6 +28,7 @@ class SiteSession:
         self.models = SiteModels(setup.trial, folder)
         config = setup.trial.workload.config
         self.stepper = make_stepper(setup.trial.F, setup.initial.x.device, graphs=config.model.graphs)
+        self.privacy = setup.trial.schedule.privacy
         self.latest: Checkpoint | None = None  # the newest state on disk, to spare a read
 
     def answer(self, request: Message) -> bytes:
@@ -33,14 +36,22 @@ class SiteSession:
         `Malformed`; a site's own problems are UserErrors."""
         kind, number = request.kind, request.round
         if kind == "hello":
-            return encode({"kind": "hello", "round": number} | self.setup.facts)
+            kept = ("train_rows", "test_rows") if self.privacy else ()  # at home
+            return encode(
+                {"kind": kind, "round": number} | {k: v for k, v in self.setup.facts.items() if k not in kept}
+            )
         if request.tensors:
             check_tensors(self.setup.method.arrives(number - 1), request.tensors, self.dtype)
         state, saved = self.received(number, request.tensors)
         if kind == "train":
             return self.train(number, state, saved, request.fields)
         look = self.models.deploy if kind == "finish" else self.models.served
-        return encode({"kind": "scores", "round": number} | look(state, saved, number - 1))
+        found = look(state, saved, number - 1)
+        if self.privacy:
+            if kind == "finish":
+                self.models.keep_scores(found)
+            found = {}
+        return encode({"kind": "scores", "round": number} | found)
 
     def received(self, number: int, tensors: dict[str, torch.Tensor]) -> tuple[State, Checkpoint]:
         """The state round `number` begins with: the site's own of its last round, with the server's answer to the round
@@ -52,6 +63,8 @@ class SiteSession:
             return saved.state, saved
         method = self.setup.method
         answer = to_flat(method.arrives(number - 1), tensors).to(saved.state.x)
+        if self.privacy:
+            answer = private.absolute(method, self.setup.initial, answer, number - 1)
         return method.receive(saved.state, answer, number - 1), saved
 
     def train(self, number: int, state: State, saved: Checkpoint, fields: dict[str, Any]) -> bytes:
@@ -78,6 +91,10 @@ class SiteSession:
         stays, leaves = method.send(state, number)
         if leaves.numel() and not bool(torch.isfinite(leaves).all()):
             raise Diverged(f"the common adapter of {client!r} became infinite in round {number}")
+        if self.privacy:
+            answer = {"kind": "update", "round": number, "steps": self.steps}  # no figure of its rows leaves
+            _, unmoved = method.send(began, number)
+            leaves = clipped(leaves.double() - unmoved.double(), self.privacy.clip).to(leaves)
         unpruned = None if stays.x is state.x else state.x
         self.latest = Checkpoint(number, saved.steps + self.steps, stays, unpruned)
         self.folder.save(self.latest)

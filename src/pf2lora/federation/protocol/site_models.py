@@ -17,13 +17,21 @@ from torch import Tensor
 from pf2lora.atomic import write_json
 from pf2lora.core.method import State, StepStats
 from pf2lora.engines.local import Round
-from pf2lora.federation.protocol.checkpoints import BEST, Checkpoint, CheckpointFolder, writing
+from pf2lora.federation.protocol.checkpoints import (
+    BEST,
+    Checkpoint,
+    CheckpointFolder,
+    StateFolderError,
+    writing,
+)
+from pf2lora.parsing import parse_json
 from pf2lora.run.deploy import Deployment, Kept, candidates
 from pf2lora.run.evaluation import Models, finite, measure, models_in_use
 from pf2lora.run.folder import save_client
 from pf2lora.run.result import Choice
 from pf2lora.run.set_up import Trial
 
+SCORES = "scores.json"  # its own, beside that
 CHOICE = "deploy.json"  # beside the adapter that the site deploys
 
 Sums = dict[str, float]
@@ -85,10 +93,22 @@ class SiteModels:
     def read_best(self, number: int) -> Kept:
         """The best model as it was after round `number`."""
         tensors, header = self.folder.read(BEST, number)
-        best = Kept(1)
-        candidate, of_round = json.loads(header["which"])
-        best.which = [(candidate, of_round)]
-        best.models = Models(*(tensors.pop(name) for name in Models._fields))
+        best, start = Kept(1), self.trial.state
+        try:
+            candidate, of_round = parse_json(header["which"])
+            best.models = Models(*(tensors.pop(name) for name in Models._fields))
+        except (KeyError, TypeError, ValueError):
+            raise StateFolderError(
+                f"the state {self.folder.path(BEST, number)} is damaged", "state"
+            ) from None
+        judged = {name for name, value in vars(best).items() if isinstance(value, Tensor)}
+        shapes = (best.models.common.shape, best.models.personal.shape)
+        if tensors.keys() != judged or shapes != (start.x.shape, start.y.shape):
+            raise StateFolderError(
+                f"the state {self.folder.path(BEST, number)} belongs to another adapter; use another state folder",
+                "state",
+            )
+        best.which = [(str(candidate), int(of_round))]
         vars(best).update(tensors)
         return best
 
@@ -97,6 +117,12 @@ class SiteModels:
         scores, rows = measure(self.trial, models).scores, len(self.trial.workload.clients[0].test)
         sums = {name: v * rows for name, (value,) in scores.items() if (v := finite(value)) is not None}
         return {"rows": rows} | sums
+
+    def keep_scores(self, found: dict[str, Sums]) -> None:
+        """The scores of a private run's end, which do not leave: for the site itself."""
+        (name,) = self.trial.workload.names
+        with writing(self.folder.folder):
+            write_json(scores_file(self.folder.folder, name), found)
 
     def export(self, models: Models, choice: Choice | None = None) -> None:
         """Write what the site deploys, and what it chose."""
@@ -109,6 +135,11 @@ class SiteModels:
             )
             if choice is not None:
                 write_json(choice_file(self.folder.folder, name), asdict(choice))
+
+
+def scores_file(folder: Path, client: str) -> Path:
+    """Where a site's state folder of a run says how good its models are."""
+    return folder / "clients" / client / SCORES
 
 
 def choice_file(folder: Path, client: str) -> Path:

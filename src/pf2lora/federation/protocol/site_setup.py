@@ -20,6 +20,8 @@ from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.methods import METHODS
+from pf2lora.run import privacy
 from pf2lora.run.config import Config, from_dict, merged, read_toml
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import load_workload
@@ -75,6 +77,9 @@ class SiteFile:
     state: str = setting("state", "where the site keeps its state")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     precision: str = setting("float32", "precision of the base model")
+    max_epsilon: float | None = setting(
+        None, "the largest ε of a run that it takes part in (default: any run)"
+    )
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -154,6 +159,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     from pf2lora.adapters.base_model import fresh_parameters
 
     config, own = site_config(plan, file)
+    check_spending(plan, own.max_epsilon)
     client, labels = load_client(config, plan, own.name or site)
     workload = load_workload(config, clients=[client], labels=labels)
     base = workload.base
@@ -172,6 +178,18 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
         "version": pf2lora.__version__,
     }
     return SiteSetup(trial, moved(trial.state, workload.device), facts)
+
+
+def check_spending(plan: Plan, limit: float | None) -> None:
+    """Stay out of a run that costs more than the site allows: without noise, or with a seeded one, it is any amount."""
+    if limit is None or not METHODS[plan.method].federated:
+        return
+    training, sites = plan.run.training, len(plan.sites)
+    how = privacy.mechanism(plan.run, METHODS[plan.method], sites, (training.seed,))
+    cost = privacy.spent(plan.run, how, sites, training.seed, training.rounds)
+    if cost is None or cost.epsilon is None or cost.epsilon > limit:
+        said = "no differential privacy" if cost is None else cost.sentence()
+        raise privacy.TooMuchSpent(f"the run has {said}; this site's max_epsilon is {limit:g}")
 
 
 def model_settings(config: dict[str, Any]) -> dict[str, Any]:

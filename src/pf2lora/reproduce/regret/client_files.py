@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pf2lora.atomic import write_text
+from pf2lora.atomic import make_folder, write_text
 from pf2lora.core.streams import numpy_generator
 from pf2lora.data.files import read_tsv
 from pf2lora.data.partition import by_dirichlet
@@ -58,7 +58,7 @@ def write_clients(clients: Clients, folder: Path) -> None:
     """`train/<client>.jsonl` and `test/<client>.jsonl`, as `data_settings` names them."""
     for name, split in clients.items():
         for part, rows in split._asdict().items():
-            (folder / part).mkdir(parents=True, exist_ok=True)
+            make_folder(folder / part)
             lines = (json.dumps(row._asdict(), ensure_ascii=False) + "\n" for row in rows)
             write_text(folder / part / f"{name}.jsonl", "".join(lines))
 

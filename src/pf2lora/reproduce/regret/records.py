@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pf2lora.atomic import write_text
+from pf2lora.atomic import make_folder, write_text
 from pf2lora.errors import UserError
+from pf2lora.parsing import json_value, read_text
 from pf2lora.run.decode import decode
 from pf2lora.run.result import OverClients
 
@@ -87,7 +88,7 @@ def asked(settings: Mapping[str, Any]) -> dict[str, Any]:
 def write(runs: Iterable[Run], folder: Path) -> Path:
     """The file of finished runs, whole at every moment."""
     file = folder / FILE
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     lines = (json.dumps(asdict(run), ensure_ascii=False, allow_nan=False) + "\n" for run in runs)
     write_text(file, "".join(lines))
     return file
@@ -122,15 +123,8 @@ def check_alike(runs: Iterable[Run]) -> None:
 
 
 def _lines(file: Path) -> list[Run]:
-    try:
-        lines = file.read_text(encoding="utf8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from None
     found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            content = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}, line {number}: not valid JSON: {error.msg}") from None
-        found.append(decode(Run, content, f"{file}, line {number}"))
+    for number, line in enumerate(read_text(file).removesuffix("\n").split("\n"), 1):
+        where = f"{file}, line {number}"
+        found.append(decode(Run, json_value(line, where), where))
     return found

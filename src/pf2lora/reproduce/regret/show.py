@@ -30,14 +30,15 @@ def markdown(summaries: Mapping[str, PointSummary], runs: Runs) -> str:
     """Both points' tables, who is harmed by sharing, and how all of it was made."""
     parts = ["# Regret"]
     for point, summary in summaries.items():
-        parts += [f"## {POINTS[point].capitalize()}", _distances(summary)]
+        parts += [f"## {POINTS[point].capitalize()}", distances(summary)]
         if harmed := _harm(summary):
             parts.append(harmed)
     parts += ["## How", "\n".join(f"- {line}" for line in notes(summaries, runs))]
     return "\n\n".join(parts) + "\n"
 
 
-def _distances(summary: PointSummary) -> str:
+def distances(summary: PointSummary) -> str:
+    """A row per variant, a column per task: how far it is from the best."""
     head = ["", *(TASKS[task].title for task in summary.cells), "regret", "mean"]
     rows = [["best score", *(_best(summary, task) for task in summary.cells), "", ""]]
     for name, regret in by_regret(summary):

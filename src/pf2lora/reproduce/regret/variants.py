@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from pf2lora.errors import UserError, unknown
-from pf2lora.methods import METHODS
+from pf2lora.methods import METHODS, resolved
 from pf2lora.run.config import Config, merged
 
 FACTORS = (1.0, 1 / 3, 3.0, 0.1, 10.0)  # the defaults first: one try is each at its default
@@ -83,7 +83,8 @@ def variants() -> dict[str, Variant]:
 
 
 def choose_variants(names: Sequence[str]) -> list[Variant]:
-    """The variants called `names`, in the order of the benchmark; all without names."""
+    """The variants called `names`, which may be sets of methods, in the order of the benchmark; all without names."""
+    names = [] if "all" in names else resolved(names)
     for name in names:
         if name not in variants():
             raise unknown("variant", name, variants())

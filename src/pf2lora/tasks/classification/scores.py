@@ -31,6 +31,12 @@ def matthews(gold: np.ndarray, found: np.ndarray) -> float | None:
 
 def log_loss(gold: np.ndarray, logits: np.ndarray) -> float:
     """Mean cross-entropy of the right label; not a number where an output is not."""
+    return float(row_losses(gold, logits).mean())
+
+
+def row_losses(gold: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """Each row's cross-entropy of the right label."""
     shifted = logits - logits.max(1, keepdims=True)
     log_probability = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-    return float(-log_probability[np.arange(len(gold)), gold].mean())
+    losses: np.ndarray = -log_probability[np.arange(len(gold)), gold]
+    return losses

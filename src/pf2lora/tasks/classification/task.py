@@ -17,7 +17,7 @@ from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
 from pf2lora.tasks.base import Scores, Task, pad_columns, predict_rows
 from pf2lora.tasks.classification.rows import TextRow
-from pf2lora.tasks.classification.scores import accuracy, answers, log_loss, matthews
+from pf2lora.tasks.classification.scores import accuracy, answers, log_loss, matthews, row_losses
 from pf2lora.tasks.classification.settings import ClassificationSettings
 from pf2lora.tasks.settings import Metric
 
@@ -104,6 +104,19 @@ class Classification(Task[TextRow, np.ndarray]):
             "loss": log_loss(gold, logits),
         }
         return {name: values[name] for name in self.metrics}
+
+    def resampled(
+        self, predictions: Sequence[np.ndarray], rows: Sequence[TextRow], draws: np.ndarray
+    ) -> np.ndarray | None:
+        gold = np.array([self.labels.index(row.label) for row in rows])
+        headline = next(iter(self.metrics))
+        if headline == "loss":
+            return row_losses(gold, np.stack(predictions))[draws].mean(1)
+        found = answers(np.stack(predictions))
+        if headline == "accuracy":
+            return (found == gold)[draws].mean(1)
+        scores = [matthews(gold[rows], found[rows]) for rows in draws]
+        return None if any(score is None for score in scores) else np.array(scores)
 
     def answer(self, prediction: np.ndarray, row: TextRow) -> dict[str, Any]:
         shares = np.exp(prediction - prediction.max())

@@ -14,14 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pf2lora.data.client import Pool
-from pf2lora.data.files import read_text
 from pf2lora.data.settings import DataSettings
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, check_path, listed, one_line, reading, shown
+from pf2lora.parsing import read_text
 from pf2lora.tasks.generation.prompts import PromptRow, grouped
 from pf2lora.tasks.settings import Dataset
 
 TRAIN, TEST = "trainset.csv", "testset_w_refs.csv"
 ZIP = "e2e-dataset.zip"
+LARGEST_CSV = 2**27  # bytes; the official files have 9 MB at most
 _NAMES = {"eatType": "Type", "priceRange": "price", "familyFriendly": "family friendly"}
 _SLOT = r"([^,\[\]]+)\[([^\]]+)\]"
 _MEANING = re.compile(rf"{_SLOT}(, {_SLOT})*")
@@ -45,27 +46,36 @@ def read_e2e(path: str | Path, file: str) -> list[PromptRow]:
 
 def _find(path: Path, file: str) -> tuple[str, str]:
     """The file's name for messages, and its text."""
-    if path.is_dir():
-        for place in (path, path / "e2e-dataset"):
-            if (place / file).is_file():
-                return str(place / file), read_text(place / file)
-        path = path / ZIP
-    if not path.is_file():
-        raise UserError(f"{path.parent if path.name == ZIP else path}: neither {file} nor {ZIP} is there")
+    with reading(check_path(path), "file or folder"):
+        if path.is_dir():
+            for place in (path, path / "e2e-dataset"):
+                if (place / file).is_file():
+                    return str(place / file), read_text(place / file, LARGEST_CSV)
+            path = path / ZIP
+        if not path.is_file():
+            raise UserError(f"{path.parent if path.name == ZIP else path}: neither {file} nor {ZIP} is there")
     try:
         with zipfile.ZipFile(path) as archive:
             for member in archive.namelist():
                 if Path(member).name == file:
-                    return f"{path}/{member}", archive.read(member).decode("utf-8-sig")
-    except (zipfile.BadZipFile, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a readable zip of csv files ({error})") from None
+                    with archive.open(member) as content:
+                        data = content.read(
+                            LARGEST_CSV + 1
+                        )  # what is unpacked is bounded, whatever the zip says
+                    if len(data) > LARGEST_CSV:
+                        raise UserError(f"{path}/{member}: larger than {LARGEST_CSV >> 20} MiB")
+                    return f"{path}/{member}", data.decode("utf-8-sig")
+    except UserError:
+        raise
+    except Exception as error:  # the bytes are foreign: whatever unpacking raises, they are no such zip
+        raise UserError(f"{path}: not a readable zip of csv files ({one_line(error)[:200]})") from None
     raise UserError(f"{path}: no {file} in this zip")
 
 
 def _rows(name: str, text: str) -> Iterator[PromptRow]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     if not {"mr", "ref"} <= set(reader.fieldnames or ()):
-        raise UserError(f"{name}: no columns 'mr' and 'ref' (columns: {', '.join(reader.fieldnames or ())})")
+        raise UserError(f"{name}: no columns 'mr' and 'ref' (columns: {listed(reader.fieldnames or ())})")
     line = 2  # where the row begins; a quoted field may run over several lines
     try:
         for fields in reader:
@@ -76,7 +86,7 @@ def _rows(name: str, text: str) -> Iterator[PromptRow]:
             if slots is None or "name" not in slots:
                 example = "name[Blue Spice], eatType[pub]"
                 raise UserError(
-                    f"{name}, line {line}: {meaning!r} is no meaning representation like {example!r}"
+                    f"{name}, line {line}: {shown(meaning)} is no meaning representation like {example!r}"
                 )
             yield PromptRow(linearise(slots), (target,), slots["name"])
             line = reader.line_num + 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pf2lora.data.files import Record, choose_column, columns_of, find_column, read_records, read_text
-from pf2lora.errors import UserError
+from pf2lora.data.files import Record, choose_column, columns_of, find_column, read_records
+from pf2lora.errors import UserError, shown
+from pf2lora.parsing import BadJSON, parse_json, read_text
 
 PROMPT_COLUMNS = ("prompt", "input", "source", "instruction", "mr", "context")
 GROUP_COLUMNS = ("group", "category", "topic")
@@ -47,14 +47,14 @@ def _targets(record: Record, column: str) -> tuple[str, ...]:
         texts = value
     elif isinstance(value, str) and value.startswith("["):
         try:
-            texts = json.loads(value)
-        except json.JSONDecodeError:
+            texts = parse_json(value)
+        except BadJSON:
             texts = [value]  # a text that happens to begin with a bracket
     if record.is_missing(column) or not texts:
         raise UserError(f"{record.where}: empty target in column {column!r}")
     for text in texts:
         if not isinstance(text, str) or not text.strip():
-            what = f"{text!r}, not a text" if text and not isinstance(text, str) else "an empty target"
+            what = f"{shown(text)}, not a text" if text and not isinstance(text, str) else "an empty target"
             raise UserError(f"{record.where}: column {column!r} holds {what}")
     return tuple(texts)
 
@@ -79,8 +79,6 @@ def read_prompts(path: str | Path, column: str | None = None) -> list[str]:
     """The prompts to continue: a text file's lines, or a data file's prompt column."""
     path = Path(path)
     if path.suffix.lower() in (".txt", ""):
-        if not path.is_file():
-            raise UserError(f"{path}: no such file")
         lines = [line for line in read_text(path).splitlines() if line.strip()]
         if not lines:
             raise UserError(f"{path}: no prompts in this file (one on each line)")

@@ -6,19 +6,22 @@ with the comment "good" are the targets.
 
 from __future__ import annotations
 
+import lzma
 import tarfile
-import xml.etree.ElementTree as ElementTree
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from pf2lora.data.client import Pool
 from pf2lora.data.settings import DataSettings
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, check_path, one_line, reading, shown
+from pf2lora.parsing import read_bytes, xml_root
 from pf2lora.tasks.generation.prompts import PromptRow
 from pf2lora.tasks.settings import Dataset
 
 PARTS = ("train", "dev", "test")
 TEST_FILE = "testdata_with_lex.xml"
+LARGEST_XML = 2**27  # bytes; the official files have 9 MB at most
 
 
 def pool(data: DataSettings, seed: int, notes: list[str]) -> Pool[PromptRow]:
@@ -62,12 +65,14 @@ def read_webnlg(path: str | Path, part: str, notes: list[str] | None = None) -> 
 
 def _files(path: Path, part: str) -> Iterator[tuple[str, bytes]]:
     """The part's XML files, in the order of their names, from a folder or an archive (in it)."""
-    if not path.exists():
-        raise UserError(f"{path}: no such file or folder")
-    if path.is_dir():
+    with reading(check_path(path), "file or folder"):
+        if not path.exists():
+            raise FileNotFoundError
+        is_folder = path.is_dir()
+    if is_folder:
         found = sorted(p for p in path.rglob("*.xml") if _belongs(p.relative_to(path), part))
         if found:
-            yield from ((str(p), p.read_bytes()) for p in found)
+            yield from ((str(p), read_bytes(p, LARGEST_XML)) for p in found)
             return
         archives = sorted(p for p in path.glob("*.tar*") if p.is_file())
         if not archives:
@@ -79,9 +84,19 @@ def _files(path: Path, part: str) -> Iterator[tuple[str, bytes]]:
             for member in sorted(members, key=lambda m: m.name):
                 content = archive.extractfile(member)
                 assert content is not None  # a regular file
-                yield f"{path}/{member.name}", content.read()
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise UserError(f"{path}: not a readable tar archive ({error})") from None
+                if member.size > LARGEST_XML:  # as unpacked: a small archive can hold a large file
+                    raise UserError(f"{path}/{member.name}: larger than {LARGEST_XML >> 20} MiB")
+                yield f"{path}/{member.name}", content.read(LARGEST_XML)
+    except (
+        tarfile.TarError,
+        EOFError,
+        OSError,
+        ValueError,
+        LookupError,
+        zlib.error,
+        lzma.LZMAError,
+    ) as error:
+        raise UserError(f"{path}: not a readable tar archive ({one_line(error)[:200]})") from None
 
 
 def _belongs(file: Path, part: str) -> bool:
@@ -92,12 +107,7 @@ def _belongs(file: Path, part: str) -> bool:
 
 def _entries(name: str, data: bytes) -> Iterator[tuple[PromptRow, int]]:
     """The entries of a file, each with the number of its texts that are not good."""
-    try:
-        root = ElementTree.fromstring(data)
-    except ElementTree.ParseError as error:
-        line, column = error.position
-        raise UserError(f"{name}, line {line}, column {column + 1}: broken XML ({error})") from None
-    for number, entry in enumerate(root.iter("entry"), 1):
+    for number, entry in enumerate(xml_root(data, name).iter("entry"), 1):
         where = f"{name}, entry {entry.get('eid') or number}"
         category = entry.get("category")
         triples = [
@@ -115,7 +125,7 @@ def _entries(name: str, data: bytes) -> Iterator[tuple[PromptRow, int]]:
 def _triple(text: str, where: str) -> tuple[str, str, str]:
     parts = [part.strip() for part in text.split(" | ")]
     if len(parts) != 3:
-        raise UserError(f"{where}: {text!r} is not a triple like 'subject | property | object'")
+        raise UserError(f"{where}: {shown(text)} is not a triple like 'subject | property | object'")
     return parts[0], parts[1], parts[2]
 
 

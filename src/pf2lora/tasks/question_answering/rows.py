@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pf2lora.data import files
-from pf2lora.data.files import Record, choose_column, columns_of, find_column, read_json, require_column
-from pf2lora.errors import UserError
+from pf2lora.data.files import Record, choose_column, columns_of, find_column, require_column
+from pf2lora.errors import UserError, check_path, reading, shown
+from pf2lora.parsing import BadJSON, parse_json, read_json
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class Columns:
 def read_records(path: str | Path) -> list[Record]:
     """One file's records: SQuAD's own JSON, or rows of jsonl, json, csv, tsv or parquet."""
     path = Path(path)
-    if path.suffix.lower() == ".json" and path.is_file():
+    with reading(check_path(path)):
+        may_be_official = path.suffix.lower() == ".json" and path.is_file()
+    if may_be_official:
         document = read_json(path)
         if isinstance(document, dict):
             records = list(_official(document, str(path)))
@@ -129,23 +131,26 @@ def _answers(record: Record, column: str) -> tuple[list[str], list[int | None]]:
     value = record.values.get(column)
     if isinstance(value, str) and value[:1] in ("[", "{"):
         try:
-            value = json.loads(value)  # a list as a csv field holds it
-        except json.JSONDecodeError:
+            value = parse_json(value)  # a list as a csv field holds it
+        except BadJSON:
             value = [value]  # a text that happens to begin with a bracket
     elif record.is_missing(column):
         value = []
     if isinstance(value, dict):  # the hub's form: {"text": […], "answer_start": […]}
-        value = [
-            {"text": text, "answer_start": start}
-            for text, start in zip(value.get("text", ()), value.get("answer_start", ()))
-        ]
+        texts, starts = value.get("text", []), value.get("answer_start", [])
+        if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
+            raise UserError(
+                f"{record.where}: {column!r} must have lists of the same length, 'text' and 'answer_start'"
+            )
+        value = [{"text": text, "answer_start": start} for text, start in zip(texts, starts)]
     items = value if isinstance(value, list) else [value]
     texts, starts = [], []
     for item in items:
         text, start = (item.get("text"), item.get("answer_start")) if isinstance(item, dict) else (item, None)
-        if not isinstance(text, str) or not text.strip() or not isinstance(start, int | None):
+        placed = start is None or (type(start) is int and start >= 0)
+        if not isinstance(text, str) or not text.strip() or not placed:
             raise UserError(
-                f"{record.where}: {item!r} in {column!r} is not an answer (a text of the context)"
+                f"{record.where}: {shown(item)} in {column!r} is not an answer (a text of the context)"
             )
         texts.append(text)
         starts.append(start)
@@ -154,12 +159,9 @@ def _answers(record: Record, column: str) -> tuple[list[str], list[int | None]]:
 
 def _place(record: Record, answer: str, stated: int | None, context: str) -> int:
     """Where the answer starts: at the stated place, or else at the nearest one (the first if none is stated)."""
-    if stated is not None and context.startswith(answer, stated):
-        return stated
-    places, at = [], context.find(answer)
-    while at >= 0:
-        places.append(at)
-        at = context.find(answer, at + 1)
+    stated = min(stated or 0, len(context))
+    before, after = context.rfind(answer, 0, stated + len(answer)), context.find(answer, stated)
+    places = [place for place in (before, after) if place >= 0]
     if not places:
-        raise UserError(f"{record.where}: the answer {answer!r} is not in its context")
-    return min(places, key=lambda place: abs(place - (stated or 0)))
+        raise UserError(f"{record.where}: the answer {shown(answer)} is not in its context")
+    return min(places, key=lambda place: abs(place - stated))

@@ -254,6 +254,13 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
         }
         return {name: values[name] for name in self.metrics}
 
+    def resampled(
+        self, predictions: Sequence[Answer], rows: Sequence[QuestionRow], draws: np.ndarray
+    ) -> np.ndarray | None:
+        found = zip(predictions, rows)
+        f1s = np.array([f1(answer.text, row.answers, v2=self.no_answers) for answer, row in found])
+        return f1s[draws].mean(1)
+
     def describe(self, rows: Sequence[QuestionRow]) -> dict[str, int]:
         counts = Counter(row.topic for row in rows if row.topic)
         return {topic: counts[topic] for topic in sorted(counts)}

@@ -1,0 +1,39 @@
+"""The table of docs/methods.md, from recorded runs of the benchmark of regret: `python benchmarks/methods_table.py`.
+
+Runs nothing. What has no recorded run is named below the table, and no number is made up for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pf2lora.atomic import write_text
+from pf2lora.methods import METHODS
+from pf2lora.reproduce.regret import records, show, summary
+
+ROOT = Path(__file__).parents[1]
+RUNS = Path("benchmarks/results/regret/minilm_h200.jsonl")
+PAGE = ROOT / "docs" / "methods.md"
+BEGIN, END = (f"<!-- made by benchmarks/methods_table.py: {which} -->" for which in ("begin", "end"))
+
+
+def table() -> str:
+    """The distances as deployed, how they were made, and whose are missing."""
+    runs = records.read([ROOT / RUNS])
+    deployed = summary.summarize(runs)["deploy"]
+    (conditions,) = {line.partition(": ")[2] for line in show.notes({}, runs)[1:]}
+    missing = [name for name in METHODS.own if name not in deployed.regret]
+    parts = [show.distances(deployed), f"From `{RUNS}`: {conditions}."]
+    if missing:
+        parts.append(f"Not run yet: {', '.join(f'`{name}`' for name in missing)}.")
+    return "\n\n".join(parts)
+
+
+def filled(page: str) -> str:
+    """The page with the table in its place."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    write_text(PAGE, filled(PAGE.read_text(encoding="utf8")))

@@ -1,0 +1,64 @@
+"""What must be alike: at all sites, for an average of their adapters to mean something; in a run that is resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pf2lora import atomic
+from pf2lora.errors import UserError
+from pf2lora.federation.protocol.plan import Plan
+from pf2lora.parsing import read_text
+
+# Between a run's beginning and its resumption.
+MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds", "patience")
+
+
+def check_fits(site: str, facts: Mapping[str, Any], other: str, theirs: Mapping[str, Any]) -> None:
+    """A UserError where two sites do not agree on what makes an average of their adapters meaningful."""
+    if facts["version"] != theirs["version"]:
+        raise UserError(
+            f"{site} runs pf2lora {facts['version']}, {other} {theirs['version']}: install the same version everywhere"
+        )
+    if facts["engine"] != theirs["engine"]:
+        raise UserError(
+            f"{site} runs nvflare {facts['engine']}, {other} {theirs['engine']}: install the same version"
+        )
+    if facts["model"] != theirs["model"]:
+        raise UserError(
+            f"{site} has another base model than {other} (the digests of config and weights differ): give {site} a "
+            f"copy of the same model folder"
+        )
+    if (facts["labels"], facts["label_count"]) != (theirs["labels"], theirs["label_count"]):
+        raise UserError(
+            f"{site} has other labels than {other} ({facts['label_count']} and {theirs['label_count']}): name all "
+            f"labels in the run's `labels`"
+        )
+    if facts["layout"] != theirs["layout"]:
+        raise UserError(
+            f"{site}'s common adapter has other layers or shapes than {other}'s: use the same model"
+        )
+
+
+def keep_plan(plan: Plan, file: Path) -> None:
+    """Write the plan of a run down. A name is one run: what makes its numbers may not change when it is resumed. It may
+    go on for longer, unless its noise was found for a number of rounds."""
+    now = json.loads(plan.to_json())
+    before = json.loads(Plan.from_json(read_text(file)).to_json()) if file.exists() else now
+    fixed = ("rounds",) if plan.run.privacy.dp_epsilon is not None else ()
+    free = [name for name in MAY_CHANGE if name not in fixed]
+    for key, value in now.items():
+        old = before[key]
+        if key == "config":
+            value, old = (without(tables, free) for tables in (value, old))
+        if key not in MAY_CHANGE and value != old:
+            raise UserError(f"the run {plan.name!r} exists with another {key}: choose another --name")
+    atomic.write_json(file, asdict(plan))
+
+
+def without(tables: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A config's tables without the settings of these names."""
+    return {table: {k: v for k, v in values.items() if k not in names} for table, values in tables.items()}

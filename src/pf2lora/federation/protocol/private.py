@@ -1,0 +1,43 @@
+"""A private run's messages. What travels is the difference to the common start: every site computes that from the seed,
+and the server, who need not know it, can cut each update again and count a site that did not answer as zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pf2lora.core.method import Method, State, Updates
+from pf2lora.core.privacy import Mechanism
+
+
+def absolute(method: Method, initial: State, answer: Tensor, number: int) -> Tensor:
+    """The server's answer to round `number`, `(n,)`, as the method means it: counted from what a client would have sent
+    in its `initial` state (of one client), where all began."""
+    known: dict[str, Tensor] = {}
+    for n in (max(1, number - 1), number):  # a method may send another part every other round
+        leaves, (sent,) = method.leaves(n), method.send(initial, n)[1]
+        known |= {e.name: sent[leaves.offsets[e.name] :][: e.size] for e in leaves.entries}
+    begun = [known[entry.name] for entry in method.arrives(number).entries]
+    return torch.cat([answer[:0], *begun]).to(answer) + answer
+
+
+def noisy(
+    how: Mechanism,
+    method: Method,
+    before: Tensor | None,
+    updates: Tensor,
+    expected: int,
+    seed: int,
+    number: int,
+) -> Updates:
+    """What the method gets to merge after round `number`: one row, the last answer's part that the round's `updates (K,
+    n)` move (nothing is known of it before the first) and their noisy mean."""
+    base = torch.zeros(updates.shape[1], dtype=torch.float64)
+    if before is not None:
+        last, leaves = method.arrives(number - 1), method.leaves(number)
+        for entry in leaves.entries:
+            if entry.name in last.offsets:
+                to, at = leaves.offsets[entry.name], last.offsets[entry.name]
+                base[to : to + entry.size] = before[at : at + entry.size].double()
+    row = base + how.mean_update(updates, expected, seed, number)
+    return Updates(row.to(updates).unsqueeze(0), torch.ones(1, dtype=torch.float64), (), number)

@@ -1,0 +1,72 @@
+"""The server's checkpoint: one file a round with the common adapter, the method's own tensors and what is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from pf2lora import atomic
+from pf2lora.errors import UserError, one_line
+from pf2lora.federation.protocol.checkpoints import writing
+from pf2lora.parsing import BadJSON, parse_json, read_tensors
+from pf2lora.run.decode import decode
+
+KEPT = "kept."  # what the names of the method's own tensors begin with
+FILES = "round-*.safetensors"
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What a checkpoint holds beside tensors. `facts` are what each site said of itself."""
+
+    done: int
+    ranks: dict[str, int | None]
+    records: list[Any]
+    facts: dict[str, dict[str, Any]]
+    time: float
+
+
+def write(folder: Path, knowledge: Knowledge, common: Tensor | None, kept: list[Tensor]) -> None:
+    """All or nothing; the file of the round before stays until the next one is whole."""
+    tensors = {f"{KEPT}{i}": tensor.clone() for i, tensor in enumerate(kept)}  # some may be the common one
+    tensors |= {"common": common} if common is not None else {}
+    with writing(folder):
+        path = folder / f"round-{knowledge.done:06d}.safetensors"
+        atomic.write_bytes(path, save(tensors, metadata={"server": json.dumps(asdict(knowledge))}))
+    for old in sorted(folder.glob(FILES))[:-2]:
+        old.unlink(missing_ok=True)
+
+
+def newest(folder: Path) -> Path | None:
+    """The file of the last finished round, if there is one."""
+    return max(folder.glob(FILES), default=None)
+
+
+def read(path: Path) -> tuple[Knowledge, Tensor | None, list[Tensor]]:
+    """What `write` wrote: knowledge, the common adapter, the method's own tensors."""
+    tensors, header = read_tensors(path)
+    common = tensors.pop("common", None)
+    try:
+        knowledge = decode(Knowledge, parse_json(header["server"]), str(path))
+        kept = [tensors[f"{KEPT}{i}"] for i in range(len(tensors))]
+    except (BadJSON, KeyError, UserError) as error:
+        raise damaged(path, error) from None
+    return knowledge, common, kept
+
+
+def damaged(path: Path, error: Exception) -> UserError:
+    """For a checkpoint that cannot be used, whatever it was that said so."""
+    return UserError(f"{path}: damaged ({one_line(error)}); remove it to go on with the round before")
+
+
+def facts_of(knowledge: Knowledge, path: Path) -> Mapping[str, Any]:
+    """What one of the sites said of itself: all of them have the same adapter."""
+    for facts in knowledge.facts.values():
+        return facts
+    raise damaged(path, ValueError("it knows no site"))
