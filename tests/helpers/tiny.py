@@ -243,7 +243,7 @@ SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
     "ffa-lora": (FFALoRA, {}),
     "rolora": (RoLoRA, {}),
     "fedavgm": (FedAvgM, {}),
-    "fedadam": (FedAdam, {}),
+    "fedadam": (FedAdam, {"server_lr": 0.1}),
     "fedyogi": (FedYogi, {"server_lr": 0.1, "tau": 0.01}),
     "scaffold": (Scaffold, {"clients": 3}),
     "fedex-lora": (FedExLoRA, {"trained_rank": 2}),

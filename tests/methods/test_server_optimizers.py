@@ -87,11 +87,11 @@ def test_clients_are_served_the_start_with_the_servers_way_from_it(kind: Any) ->
 def test_the_servers_rates_go_by_the_clients(kind: Any) -> None:
     run = Surroundings(regression_problem().layout, 4, 3, (0, 1, 2))
     method = kind.set_up(run, {"lr": 0.02})
-    assert (method.server_lr, method.tau) == (0.2, 0.02)
+    assert (method.server_lr, method.tau) == pytest.approx((0.06, 0.02))
     method = kind.set_up(run, {"lr": 0.02, "server_lr": 0.1, "tau": 0.5})
     assert (method.server_lr, method.tau) == (0.1, 0.5)
     by_hand = kind(run.layout)
-    assert (by_hand.server_lr, by_hand.tau) == (10 * by_hand.lr, by_hand.lr)
+    assert (by_hand.server_lr, by_hand.tau) == (3 * by_hand.lr, by_hand.lr)
 
 
 @pytest.mark.parametrize(

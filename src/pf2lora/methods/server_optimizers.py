@@ -78,8 +78,8 @@ class ServerOptimizer(Method):
 
 @dataclass(frozen=True)
 class FedAvgM(ServerOptimizer):
-    """`momentum` is β, `server_lr` η: 1 − β unless it is given, which goes as far as FedAvg in the long run and smoothes
-    its way (η = 1, Hsu et al.'s, goes 1 / (1 − β) times as far). β = 0 gives HOMLoRA."""
+    """`momentum` is β, `server_lr` η: 1 − β unless it is given, which goes as far as FedAvg in the long run, smoothly
+    (η = 1, Hsu et al.'s, goes 1 / (1 − β) times as far). β = 0 gives HOMLoRA."""
 
     momentum: float = 0.9
     server_lr: float | None = None
@@ -109,11 +109,11 @@ class FedAdam(ServerOptimizer):
     """`server_lr` is η, `beta1` and `beta2` are β₁ and β₂, `tau` is τ, how adaptive it is (the larger the less). v
     begins at τ², and there is no bias correction, as in the paper.
 
-    η is how far a number of x moves in a round. A client's moves by about `lr` in a step of AdamW: ten times that for
-    η, and for τ what Δ is where clients disagree about everything, suit a round of some ten steps.
+    η is about how far a number of x moves in a round. A client's moves by `lr` in a step of AdamW, and the mean of
+    clients that agree in part by a few times that in a round of ten: η is three times `lr`, and τ `lr`, unless given.
     """
 
-    server_lr: float = 0.01
+    server_lr: float = 0.003
     beta1: float = 0.9
     beta2: float = 0.99
     tau: float = 0.001
@@ -121,12 +121,12 @@ class FedAdam(ServerOptimizer):
     name: ClassVar[str] = "fedadam"
     label: ClassVar[str] = "FedAdam"
     summary: ClassVar[str] = "FedAvg with Adam at the server"
-    run_defaults: ClassVar[Mapping[str, str]] = {"server_lr": "ten times lr", "tau": "lr"}
+    run_defaults: ClassVar[Mapping[str, str]] = {"server_lr": "three times lr", "tau": "lr"}
 
     @classmethod
     def set_up(cls, run: Surroundings, settings: Mapping[str, Any]) -> Self:
         lr = settings.get("lr", cls.lr)
-        return super().set_up(run, {"server_lr": 10 * lr, "tau": lr} | dict(settings))
+        return super().set_up(run, {"server_lr": 3 * lr, "tau": lr} | dict(settings))
 
     def __post_init__(self) -> None:
         super().__post_init__()
