@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from little_world import World
     from small_federation import Small
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never reach for a hub
@@ -44,3 +46,33 @@ def small(tmp_path: Path) -> Small:
     made = make_small(tmp_path, make_plan("pf2lora"))
     made.greet()
     return made
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A world with a comparison that was broken off in the second method's fourth round, and its unbroken twin."""
+    from broken_runs import COMPARISON, Killed, clocks_standing_still, killed_at
+    from little_world import make_world
+
+    import pf2lora
+
+    world = make_world(tmp_path_factory.mktemp("world"))
+    with clocks_standing_still():
+        pf2lora.federate(**world.settings(**COMPARISON, out=world.root / "run"))
+        (world.root / "run").rename(world.root / "unbroken")
+        with pytest.raises(Killed), killed_at(8):
+            pf2lora.federate(**world.settings(**COMPARISON, out=world.root / "run"))
+    return world
+
+
+@pytest.fixture
+def broken(begun: World, tmp_path: Path) -> Iterator[Path]:
+    """The broken-off run, as it was, at its own place: what a test does to it is undone."""
+    from broken_runs import clocks_standing_still
+
+    out = begun.root / "run"
+    shutil.copytree(out, tmp_path / "kept")
+    with clocks_standing_still():
+        yield out
+    shutil.rmtree(out)
+    shutil.copytree(tmp_path / "kept", out)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+PARTIAL = ".{name}.{process}.partial"  # what a file is called while a process writes it
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """An OSError of what is written to `path` meanwhile becomes a CannotWrite that names it."""
@@ -35,8 +38,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def partial_name(path: Path) -> Path:
-    """The neighbour that is written first."""
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """The neighbour that is written first; a kill may leave it behind."""
+    return path.with_name(PARTIAL.format(name=path.name, process=os.getpid()))
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -58,7 +58,11 @@ def read_bytes(path: Path, most: int = LARGEST, what: str = "file") -> bytes:
 
 def read_text(path: Path, most: int = LARGEST, what: str = "file") -> str:
     """A file's text, which must be UTF-8 (a byte-order mark is fine)."""
-    data = read_bytes(path, most, what)
+    return decoded(read_bytes(path, most, what), path)
+
+
+def decoded(data: bytes, path: Path) -> str:
+    """The text of bytes that are UTF-8."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from loading import load_clients, read_rows
 
-from pf2lora.data.files import as_name, expand_paths, natural_order, read_json, read_records
+from pf2lora.data.files import as_name, expand_paths, json_document, natural_order, read_records
 from pf2lora.errors import UserError
 from pf2lora.tasks.classification.rows import TextRow, label_names
 
@@ -82,7 +82,7 @@ def test_jsonl_keeps_unicode_line_separators_inside_a_text(tmp_path: Path) -> No
         ("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl, line 2: not an object"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}\n', "a.jsonl, line 2: not UTF-8"),
         ("a.jsonl", b"\n\n", "a.jsonl: no rows"),
-        ("a.json", b'[{"text": "x"},\n {"text" "y"}]', "a.json, line 2: broken JSON"),
+        ("a.json", b'[{"text": "x"},\n {"text" "y"}]', "a.json, line 2, column"),
         ("a.json", b'{"text": "x"}', "a.json: not a JSON list"),
         ("a.json", b'[{"text": "x"}, 3]', "a.json, row 2: not an object"),
         ("a.csv", b"text,label\na,1\nb\n", "a.csv, line 3: 1 fields where there are 2 columns"),
@@ -123,7 +123,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: py
 
 def test_json_documents_for_other_tasks(tmp_path: Path) -> None:
     (tmp_path / "squad.json").write_text('{"data": [1]}')
-    assert read_json(tmp_path / "squad.json") == {"data": [1]}
+    assert json_document(tmp_path / "squad.json") == {"data": [1]}
 
 
 def test_globs_folders_and_repeats_have_one_order(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from pf2lora.adapters.architectures import HEADS
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, nearest
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 SAMPLED = 1024  # numbers of a tensor whose places count, beside the sum of all of them
@@ -27,10 +27,18 @@ def check_reachable(name: str) -> None:
             raise UserError(f"the model folder {name!r} has no config.json; save_pretrained() writes one")
         if not any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
             raise UserError(f"the model folder {name!r} has no weights (model.safetensors)")
-    elif folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
+    elif folder.is_absolute() or name.startswith(".") or name.count("/") > 1 or begins_with_a_folder(name):
+        beside = [str(p) for p in folder.parent.glob("*") if p.is_dir()] if folder.parent.is_dir() else []
         raise UserError(
-            f"there is no model folder {name!r}; give a folder or a hub name such as 'roberta-base'"
+            f"there is no model folder {name!r}{nearest(name, beside)}; give a folder or a hub name such as "
+            f"'roberta-base'"
         )
+
+
+def begins_with_a_folder(name: str) -> bool:
+    """Whether `models/minlm` begins with a folder that is here: then it is a mistyped path, and no hub name."""
+    first, _, rest = name.partition("/")
+    return bool(rest) and Path(first).is_dir()
 
 
 def load(kind: Any, name: str, **options: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from pf2lora.cli.options import WRITTEN, columned, with_columns
-from pf2lora.cli.use import ClientName, Device, Json, Method, Model, Run, open_run
+from pf2lora.cli.use import ClientName, Device, Json, Method, Model, OwnRows, Run, open_run
 from pf2lora.errors import UserError
 
 
@@ -38,15 +38,16 @@ def predict(
     method: Method = None,
     device: Device = "auto",
     model: Model = None,
+    own_rows: OwnRows = None,
     as_json: Json = False,
 ) -> None:
     """Answer rows with a client's model: labels with their probabilities, answers to questions, texts."""
-    from pf2lora.data.files import READERS, Record
+    from pf2lora.data.files import READERS, Record, kind_of
     from pf2lora.data.writing import check_record_file, write_records
     from pf2lora.parsing import check_text, read_text
 
     lines = list(texts or [])
-    is_table = file is not None and file.suffix.lower() in READERS
+    is_table = file is not None and kind_of(file) in READERS
     if file is not None and not is_table:
         lines += [line for line in read_text(file).splitlines() if line.strip()]
     if lines and is_table:
@@ -68,7 +69,11 @@ def predict(
             Record(task.typed(t, traits), "the command line", f"text {n}") for n, t in enumerate(lines, 1)
         ]
     rows = task.questions(records, loaded.saved.labels, traits)
-    found = [loaded.task.answer(answer, row) for answer, row in zip(loaded.answers(client, rows), rows)]
+    like = None
+    if own_rows is not None:
+        like = task.questions(task.read_records(own_rows), loaded.saved.labels, traits)
+    answers = loaded.answers(client, rows, like)
+    found = [loaded.task.answer(answer, row) for answer, row in zip(answers, rows)]
     for note in loaded.task.notes:
         typer.echo(note, err=True)
     answered: list[dict[str, Any]] = [record.values | own for record, own in zip(records, found)]

@@ -22,6 +22,13 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N
 Model = Annotated[
     str | None, typer.Option("--model", help="Where the base model is now (default: where it was).")
 ]
+OwnRows = Annotated[
+    Path | None,
+    typer.Option(
+        "--own-rows",
+        help="FedDPA: the client's own data file; its adapter counts more for rows that are like these.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
 
 
@@ -34,14 +41,17 @@ def evaluate(
     method: Method = None,
     device: Device = "auto",
     model: Model = None,
+    own_rows: OwnRows = None,
     as_json: Json = False,
 ) -> None:
     """Measure a client's model on a file."""
     from pf2lora.data.loading import read_rows
 
     loaded = open_run(run, method, device, model)
-    rows = read_rows(with_columns(loaded.config.task, settings), file, loaded.saved.labels)
-    scores = loaded.task.score(loaded.answers(client, rows), rows)
+    task = with_columns(loaded.config.task, settings)
+    rows = read_rows(task, file, loaded.saved.labels)
+    own = None if own_rows is None else read_rows(task, own_rows, loaded.saved.labels)
+    scores = loaded.task.score(loaded.answers(client, rows, own), rows)
     if as_json:
         typer.echo(json.dumps(scores | {"rows": len(rows)}))
         return

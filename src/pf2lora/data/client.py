@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from pf2lora.data.files import Record, columns_of, natural_order, read_records, require_column
+from pf2lora.data.files import Record, columns_of, name_of, natural_order, read_records, require_column
 from pf2lora.errors import UserError, shown
 
 Row = TypeVar("Row", covariant=True)
@@ -56,6 +56,8 @@ def why_no_folder(name: str) -> str:
         return f"it holds {bad[0]!r}"
     if name != name.strip() or name.endswith("."):
         return "a blank or a dot at its end, or a blank before it"
+    if name.startswith("."):
+        return "it would be hidden"
     if len(name.encode("utf8")) > LONGEST_NAME:
         return f"longer than {LONGEST_NAME} bytes"
     if re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name):
@@ -89,7 +91,7 @@ def records_per_client(
     clients: dict[str, list[Record]] = {}
     files: dict[str, Path] = {}
     for path in paths:
-        name = check_name(path.stem, path)
+        name = check_name(name_of(path), path)
         if name in files:
             raise UserError(f"{files[name]} and {path} would both be client {name!r}: rename one of them")
         files[name] = path

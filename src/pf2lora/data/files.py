@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import glob
-import io
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pf2lora.data import tables
 from pf2lora.errors import UserError, check_path, listed, missing_extra, nearest, reading, shown
-from pf2lora.parsing import LARGEST, json_value, read_json, read_text
+from pf2lora.parsing import LARGEST, BadJSON, json_value, parse_json
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def expand_paths(patterns: Sequence[str | Path]) -> list[Path]:
 
 def _matches(path: Path, pattern: str) -> list[str]:
     if path.is_dir():
-        matches = [str(p) for p in path.iterdir() if p.suffix.lower() in READERS]
+        matches = [str(p) for p in path.iterdir() if kind_of(p) in READERS and not p.name.startswith(".")]
         if not matches:
             raise UserError(f"{path}: no data file in this folder (known kinds: {', '.join(READERS)})")
     elif path.exists() or not glob.has_magic(pattern):
@@ -108,15 +106,27 @@ def _matches(path: Path, pattern: str) -> list[str]:
 # --- reading files ---------------------------------------------------------------------------------------
 
 
+def kind_of(path: Path) -> str:
+    """A file's kind by its suffix: .csv of north.csv and of north.csv.gz."""
+    return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
+
+
+def name_of(path: Path) -> str:
+    """A file's name without its suffixes, which is its client's."""
+    return Path(path.stem).stem if path.suffix.lower() == ".gz" and kind_of(path) in READERS else path.stem
+
+
 def read_records(path: str | Path) -> list[Record]:
-    """All rows of a file, whose kind its suffix tells."""
-    path = Path(path)
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        raise UserError(f"{path}: unknown kind of file {path.suffix!r} (known: {', '.join(READERS)})")
-    with reading(check_path(path)):
-        if not path.is_file():
-            raise UserError(f"{path}: no such file")
+    """All rows of a file, whose kind its suffix tells; .gz behind it means that it is packed."""
+    path = check_path(Path(path))
+    reader = READERS.get(kind_of(path))
+    with reading(path):
+        if not path.exists():
+            raise UserError(f"{path}: no such file{'' if path.suffix else ' or folder'}")
+        if reader is None:
+            raise UserError(f"{path}: unknown kind of file {kind_of(path)!r} (known: {', '.join(READERS)})")
+        if path.is_dir():
+            raise IsADirectoryError
         records = list(reader(path))
     if not records:
         raise UserError(f"{path}: no rows in this file")
@@ -124,46 +134,55 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def read_tsv(path: Path, header: Sequence[str] | None = None, skip_short: bool = False) -> Iterator[Record]:
-    """Lines cut at tabs; quotes are ordinary characters, as in GLUE's files.
+    """A published tsv file: lines cut at tabs, quotes are ordinary characters, as in GLUE's.
 
     `header` names the columns of a file that has no header line. `skip_short` passes over lines with too few
     fields, for the published files that are known to have some.
     """
-    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
-    start = 0
-    if header is None:
-        header, start = _checked_header(lines[0].split("\t"), path), 1
-    for number, line in enumerate(lines[start:], start + 1):
-        fields = line.split("\t")
-        if line and not (skip_short and len(fields) < len(header)):
-            yield _record(header, fields, path, number)
+    return _table(path, tables.cut_lines(tables.text_of(path), "\t", header, skip_short), header)
+
+
+def _read_user_tsv(path: Path) -> Iterator[Record]:
+    text = tables.text_of(path)
+    return _table(path, tables.quoted_or_cut(text, str(path)))
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
-    csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is shorter than some documents
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
-    header: list[str] | None = None
-    line = 1  # where the row begins; a quoted field may run over several lines
-    try:
-        for fields in reader:
-            if header is None and fields:
-                header = _checked_header(fields, path)
-            elif fields:
-                yield _record(header or [], fields, path, line)
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise UserError(f"{path}, line {line}: broken csv ({error})") from None
+    text = tables.text_of(path)
+    return _table(path, tables.quoted(text, tables.delimiter_of(text), str(path)))
+
+
+def _table(
+    path: Path, rows: Iterable[tuple[int, list[str]]], header: Sequence[str] | None = None
+) -> Iterator[Record]:
+    for line, fields in rows:
+        if header is None:
+            header = _checked_header(fields, path)
+        else:
+            yield _record(header, fields, path, line)
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
     # Not splitlines(): JSON strings may hold U+2028 and other characters that it takes for line ends.
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in enumerate(tables.text_of(path).split("\n"), 1):
         if line.strip():
             yield _object(json_value(line, f"{path}, line {number}"), path, f"line {number}")
 
 
+def json_document(path: Path) -> Any:
+    """A JSON document; one object a line, as a .jsonl file has them, is a list of them."""
+    text = tables.text_of(path)
+    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if len(lines) > 1 and all(line[0] == "{" and line[-1] == "}" for _, line in lines):
+        return [json_value(line, f"{path}, line {number}") for number, line in lines]
+    try:
+        return parse_json(text)
+    except BadJSON as error:
+        raise UserError(f"{path}{error.place}: broken JSON ({error})") from None
+
+
 def _read_json_list(path: Path) -> Iterator[Record]:
-    rows = read_json(path)
+    rows = json_document(path)
     if not isinstance(rows, list):
         raise UserError(f'{path}: not a JSON list of objects like [{{"text": …, "label": …}}, …]')
     for number, values in enumerate(rows, 1):
@@ -233,7 +252,7 @@ READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json_list,
     ".csv": _read_csv,
-    ".tsv": read_tsv,
+    ".tsv": _read_user_tsv,
     ".parquet": _read_parquet,
 }
 
@@ -263,9 +282,8 @@ def choose_column(
         return require_column(explicit, columns, file, flag)
     found = find_column(columns, candidates)
     if found is None:
-        raise UserError(
-            f"{file}: no column looks like the {flag[2:]}; name it with {flag} (columns: {listed(columns)})"
-        )
+        there = f"columns: {listed(columns)}" if columns else "there is no other column"
+        raise UserError(f"{file}: no column looks like the {flag[2:]}; name it with {flag} ({there})")
     return found
 
 

@@ -19,6 +19,7 @@ from pf2lora.data.split import (
     split_validation,
     subsample,
 )
+from pf2lora.data.suspicions import seen_before
 from pf2lora.errors import UserError, unknown
 from pf2lora.settings import column_settings
 
@@ -58,8 +59,11 @@ def load_clients(
         replace(c, test=limited(task, c.test, data.test_limit, seed, "test limit", c.name)) for c in clients
     ]
     if data.validation:
-        return with_validation_files(task, clients, data, labels, notes)
-    return [with_validation(task, client, data.validation_ratio, seed) for client in clients]
+        clients = with_validation_files(task, clients, data, labels, notes)
+    else:
+        clients = [with_validation(task, client, data.validation_ratio, seed) for client in clients]
+    notes += seen_before(clients)
+    return clients
 
 
 def filled_in(task: TaskSettings[Any], data: DataSettings) -> DataSettings:

@@ -5,7 +5,8 @@ A global adapter, averaged, and one of the same rank that is the client's own, m
 as it was received and frozen, mixed in; then the global one alone. In FedDPA-F the own one is made after federating:
 the global one, fine-tuned alone.
 
-The mixture is one LoRA of rank r + r̃, which is what is measured and exported.
+The mixture is one LoRA of rank r + r̃, which is what is measured and exported. The paper weighs each input anew, by how
+alike it is to the client's own: `run/instance_weights.py`.
 """
 
 from __future__ import annotations
@@ -52,17 +53,31 @@ class Mixture(Method):
 
     def mixed(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """`((1 − α)B, A)` and `(αD, C)`; the head is x's."""
+        return self.weighed(x, y, 1 - self.mixing_weight, self.mixing_weight)
+
+    def reweighed(self, x: Tensor, y: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """A mixture `(1, P)`, `(1, Q)` with each of the `shares (n,)` in the place of α: `(n, P)` and `(n, Q)`."""
+        if not 0 < self.mixing_weight < 1:
+            raise UserError(
+                f"mixing_weight is {self.mixing_weight}: one of the two adapters is gone, and cannot be weighed anew"
+            )
+        own = shares.unsqueeze(1).to(x)
+        return self.weighed(x, y, (1 - own) / (1 - self.mixing_weight), own / self.mixing_weight)
+
+    def weighed(
+        self, x: Tensor, y: Tensor, common: float | Tensor, own: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """B times `common` and D times `own`."""
         return (
-            x * shares(self.layout, "B", 1 - self.mixing_weight, x),
-            y * shares(self.personal_layout, "D", self.mixing_weight, y),
+            torch.where(of_kind(self.layout, "B", x), common * x, x),
+            torch.where(of_kind(self.personal_layout, "D", y), own * y, y),
         )
 
 
-def shares(layout: Layout, kind: Kind, share: float, flat: Tensor) -> Tensor:
-    """What every number of a row is multiplied by: `share` if it is of this kind."""
-    return torch.cat(
-        [flat.new_full((entry.size,), share if entry.kind == kind else 1.0) for entry in layout.entries]
-    )
+def of_kind(layout: Layout, kind: Kind, flat: Tensor) -> Tensor:
+    """Which numbers of a row belong to tensors of a kind."""
+    parts = [flat.new_full((e.size,), e.kind == kind, dtype=torch.bool) for e in layout.entries]
+    return torch.cat(parts) if parts else flat.new_zeros(0, dtype=torch.bool)
 
 
 class Dual(NamedTuple):

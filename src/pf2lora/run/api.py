@@ -122,10 +122,9 @@ def run_into(
     with folder_lock.locked(out):
         if resume and keeper.load():
             keeper.cut_log()
-        else:
-            folder.claim(
-                out, force=force or resume
-            )  # only now: bad input must not cost the run that is there
+            folder.clear_half_written(out)
+        else:  # only now: bad input must not cost the run that is there
+            folder.claim(out, force=force or resume)
         with resuming.saying_how(again, keeper):
             write_text(out / "config.toml", configs.to_toml(config))
             result = watched_run(config, out, workload, keeper, on_note)

@@ -44,8 +44,11 @@ from pf2lora.tasks.base import Example
 FOLDER = "checkpoints"
 FINISHED = "finished"
 FILES = (  # what may lie in the folder, as patterns
-    *(f"[0-9]*/{name}" for name in (snapshot.MANIFEST, "*.safetensors", "*.json", "clients/*.safetensors")),
-    *(f"{snapshot.ASIDE}/{name}" for name in ("*.safetensors", "*.json", "clients/*.safetensors")),
+    *(
+        f"{folder}/{name}"
+        for folder in ("[0-9]*", snapshot.ASIDE)
+        for name in ("*.json", "*.safetensors", "clients/*.safetensors")
+    ),
     f"{FINISHED}/*.json",
 )
 SHARE = 0.02  # of a run's time that checkpoints may take
@@ -75,6 +78,7 @@ class Checkpoints:
         self.fingerprint = fingerprint(workload, self.rows)
         self.finished: dict[tuple[str, int], Finished] = {}
         self.digests: dict[tuple[str, int], str] = {}  # of the finished ones' files
+        self.failed: dict[str, str] = {}  # methods that diverged, and why
         self.found: Snapshot | None = None  # what the run goes on from
         self.interruption = Interruption()
         self.saved_at, self.cost = time.monotonic(), 0.0
@@ -106,17 +110,19 @@ class Checkpoints:
             finished = {(str(m), int(s)): str(digest) for m, s, digest in found.about["finished"]}
             reached = int(found.about["trial"]["round"]) if found.about["begun"] else 0
             notes = [str(line) for line in found.about["notes"]]
-        except (KeyError, TypeError, ValueError, UserError) as error:
+            failed = {str(method): str(why) for method, why in found.about["failed"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
             raise Damaged(f"its manifest says something else ({error})") from None
         try:
             lines = check_same(then, self.fingerprint, lambda: self.whose_rows(found))
-            check_rounds(then.settings, self.workload.config, reached, [method for method, _ in finished])
+            ended = [*(method for method, _ in finished), *failed]
+            check_rounds(then.settings, self.workload.config, reached, ended)
         except CannotGoOn as error:
             raise CannotGoOn(
                 f"the run in {str(self.folder.parent)!r} cannot go on: {error}; --force or another --out starts anew"
             ) from None
         self.finished = {key: self.read_finished(*key, digest) for key, digest in finished.items()}
-        self.digests = finished
+        self.digests, self.failed = finished, failed
         for line in notes:
             self.workload.task.note(line)
         for line in lines:
@@ -223,6 +229,7 @@ class Checkpoints:
         common = {
             "fingerprint": asdict(self.fingerprint),
             "finished": [[method, seed, digest] for (method, seed), digest in self.digests.items()],
+            "failed": self.failed,
             "notes": list(self.workload.task.notes),
             "log": length,
         }
@@ -240,6 +247,12 @@ class Checkpoints:
             write_bytes(place / f"{method}-{key[1]}.json", data)
             self.digests[key] = hashlib.sha256(data).hexdigest()
         self.save({"begun": None}, ())
+
+    def fail(self, method: str, why: str) -> None:
+        """A method has diverged, which it would do again."""
+        if method not in self.failed:
+            self.found, self.round, self.failed[method] = None, 0, why
+            self.save({"begun": None}, ())
 
     def remove(self) -> None:
         """The run ended well: nobody goes on from here, and optimizer states are nobody's business."""

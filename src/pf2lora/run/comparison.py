@@ -95,6 +95,8 @@ def compare(
             reason = failure(error, alone=len(config.training.method) == 1)
             if reason is None or not go_on:
                 raise
+            if keeper is not None and isinstance(error, Diverged):  # it would fail again
+                keeper.fail(kind.name, reason)
             methods[kind.name] = replace(methods[kind.name], failed=reason)
             watcher.on_note(f"{kind.label} failed: {reason}")
         result = describe(workload, methods, list(examples.values()))
@@ -150,6 +152,8 @@ def run_seeds(
     if keeper is not None:
         yield from (keeper.finished[name, seed] for seed in seeds if (name, seed) in keeper.finished)
         together = keeper.groups(name, seeds, together=training.patience is None)
+        if name in keeper.failed:
+            raise Diverged(keeper.failed[name])
     while together:
         if keeper is not None:
             keeper.stop_if_asked()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from safetensors.torch import save
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from pf2lora.adapters.peft import ADAPTER_CONFIG, BASE_CONFIG, save_peft
 from pf2lora.adapters.two_level import TwoLevelModel
-from pf2lora.atomic import append_line, check_writable, make_folder, write_bytes, write_json, writing
+from pf2lora.atomic import PARTIAL, append_line, check_writable, make_folder, write_bytes, write_json, writing
 from pf2lora.core.layout import Layout
-from pf2lora.data.files import READERS
+from pf2lora.data.files import READERS, kind_of
 from pf2lora.errors import UserError, check_path, reading
 from pf2lora.methods import METHODS
 from pf2lora.run import checkpoints
@@ -59,7 +59,20 @@ def run_files(folder: Path) -> list[Path]:
     """The files in `folder` that a run wrote, and no others: a user's own `clients/` may well lie beside them."""
     found = [path for pattern in RUN_FILES for path in sorted(folder.glob(pattern))]
     # A model's config.json is a run's only beside an adapter's.
-    return [p for p in found if p.name != BASE_CONFIG or (p.parent / ADAPTER_CONFIG).exists()]
+    found = [p for p in found if p.name != BASE_CONFIG or (p.parent / ADAPTER_CONFIG).exists()]
+    return found + half_written(folder)
+
+
+def half_written(folder: Path) -> list[Path]:
+    """What a killed run was about to write (atomic.py)."""
+    places = (PurePosixPath(pattern) for pattern in RUN_FILES)
+    patterns = (str(p.parent / PARTIAL.format(name=p.name, process="[0-9]*")) for p in places)
+    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+
+
+def clear_half_written(folder: Path) -> None:
+    for path in half_written(folder):
+        path.unlink(missing_ok=True)
 
 
 def check_free(folder: Path, *, force: bool) -> None:
@@ -80,9 +93,7 @@ def check_free(folder: Path, *, force: bool) -> None:
 def check_no_data(folder: Path) -> None:
     """An output folder that holds files of rows is somebody's data, and no place for a run."""
     with reading(folder, "output folder"):
-        files = [
-            p for p in sorted(folder.glob("*")) if p.suffix.lower() in READERS and p.name not in RUN_FILES
-        ]
+        files = [p for p in sorted(folder.glob("*")) if kind_of(p) in READERS and p.name not in RUN_FILES]
     if files:
         raise UserError(
             f"the output folder {str(folder)!r} holds data ({files[0].name}); choose another --out, such as "

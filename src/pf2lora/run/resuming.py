@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pf2lora.errors import UserError
+from pf2lora.errors import CannotWrite, UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import checkpoints, folder, snapshot
 from pf2lora.run.checkpoints import Checkpoints
@@ -71,10 +70,11 @@ def saying_how(again: str, keeper: Checkpoints) -> Iterator[None]:
     except KeyboardInterrupt:
         raise keeper.stopped("stopped at once") from None
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "the disk is full" if full else f"a file cannot be written ({error.strerror or error})"
-        where = f" at {error.filename}" if error.filename else ""
-        raise UserError(f"{what}{where}; when that is mended, go on with: {again}") from None
+        refused = (
+            error if isinstance(error, CannotWrite) else CannotWrite(error.filename or keeper.folder, error)
+        )
+        refused.line += f"; then go on with: {again}"
+        raise refused from None
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pf2lora.errors import UserError, reading, shown
 from pf2lora.methods import METHODS
 from pf2lora.parsing import read_json, read_tensors
 from pf2lora.run import config as configs
+from pf2lora.run import instance_weights
 from pf2lora.run.config import Config
 from pf2lora.run.decode import decode
 from pf2lora.run.folder import SavedMethod, place
@@ -73,8 +74,13 @@ class LoadedRun:
         )
         return common.to(self.device), personal.to(self.device)
 
-    def answers(self, client: str | None, rows: list[Any]) -> list[Any]:
-        """A client's answers to rows, by the same path as in training."""
+    def answers(
+        self, client: str | None, rows: list[Any], own_rows: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """A client's answers to rows, by the same path as in training. With some `own_rows` of the client's, FedDPA
+        weighs its two adapters anew for each row."""
+        if own_rows is not None:
+            return instance_weights.answers(self, client, rows, own_rows)
         common, personal = self.client(client)
         encoded = self.task.encode([rows], training=False).to(self.device)
         return self.task.predict(self.model, common, personal, encoded, final=True)[0]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from pf2lora.adapters.base_model import weights_digest
 from pf2lora.data.client import Client
 from pf2lora.data.loading import load_clients
+from pf2lora.data.suspicions import few_rows
 from pf2lora.engines.batches import Encoded
 from pf2lora.errors import UserError
 from pf2lora.run.config import Config
@@ -60,6 +61,7 @@ def load_workload(
     agreed = list(labels) or None
     if clients is None:
         clients = load_clients(config.task, config.data, config.training.seed, labels=agreed, notes=notes)
+    notes += few_rows(clients, config.training.batch_size)
     task = build_task(config, agreed or config.task.labels(clients))
     task.clients_per_pass = config.training.clients_per_pass
     base = load_base(config, task, device)

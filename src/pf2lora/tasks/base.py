@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
+from pf2lora.errors import UserError
 from pf2lora.tasks.settings import Metric
 
 Row = TypeVar("Row")
@@ -119,6 +120,10 @@ class Task(ABC, Generic[Row, Prediction]):
     def describe(self, rows: Sequence[Row]) -> dict[str, int]:
         """How many rows of each kind (label, topic, …) there are, for the report."""
         return {}
+
+    def input_text(self, row: Row) -> str:
+        """What a row asks, without its answer."""
+        raise UserError(f"the task {self.name!r} does not say what its rows ask (Task.input_text)")
 
     def answer(self, prediction: Prediction, row: Row) -> dict[str, Any]:
         """A prediction as columns beside the row's own; `predicted` is what was asked for."""

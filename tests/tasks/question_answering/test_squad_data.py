@@ -181,7 +181,7 @@ def test_bad_rows_name_their_line(tmp_path: Path, row: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"data": [\n{"title": }]}', r"a\.json, line 2: broken JSON"),
+        ('{"data": [\n{"title": }]}', r"a\.json, line 2, column 11: broken JSON"),
         ('{"date": []}', "data is no list of objects"),
         (
             '{"data": [{"paragraphs": [{"context": "c", "qas": {}}]}]}',

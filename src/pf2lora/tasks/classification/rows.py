@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,12 @@ class Columns:
     def row(self, record: Record) -> TextRow:
         """The record as a row; an error that names its line if something is missing."""
         pair = record.text(self.pair) if self.pair else None
-        return TextRow(record.text(self.text), record.name(self.label), pair)
+        label = record.name(self.label)
+        if label.casefold() == "nan":  # what many programs write where there was none
+            raise UserError(
+                f"{record.where}: the label {label!r} stands for a missing one: leave the row out, or call it otherwise"
+            )
+        return TextRow(record.text(self.text), label, pair)
 
 
 def choose_columns(
@@ -114,6 +120,12 @@ def check_labels(
     """
     if len(labels) < 2:
         raise UserError(f"only one label, {labels[0]!r}, in all training rows; two or more are needed")
+    numbers = [label for label in labels if re.fullmatch(r"-?\d*\.\d+(e-?\d+)?", label)]
+    if len(numbers) > len(labels) / 2:
+        raise UserError(
+            f"the labels are numbers such as {numbers[0]}: classification takes names of classes, and regression is "
+            f"another task (CONTRIBUTING.md has one)"
+        )
     for client in clients:
         for part in (client.train, client.test):
             for index, row in enumerate(part):

@@ -105,6 +105,9 @@ class Classification(Task[TextRow, np.ndarray]):
         }
         return {name: values[name] for name in self.metrics}
 
+    def input_text(self, row: TextRow) -> str:
+        return row.text if row.pair is None else f"{row.text} {row.pair}"
+
     def resampled(
         self, predictions: Sequence[np.ndarray], rows: Sequence[TextRow], draws: np.ndarray
     ) -> np.ndarray | None:

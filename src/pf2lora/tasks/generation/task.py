@@ -310,6 +310,9 @@ class Generation(Task[PromptRow, Continuation]):
         counts = Counter(row.group for row in rows if row.group)
         return {group: counts[group] for group in sorted(counts)}
 
+    def input_text(self, row: PromptRow) -> str:
+        return row.prompt
+
     def answer(self, prediction: Continuation, row: PromptRow) -> dict[str, str | None]:
         return {"predicted": prediction.text}
 

@@ -10,7 +10,7 @@ from typing import Any
 from pf2lora.data import files
 from pf2lora.data.files import Record, choose_column, columns_of, find_column, require_column
 from pf2lora.errors import UserError, check_path, reading, shown
-from pf2lora.parsing import BadJSON, parse_json, read_json
+from pf2lora.parsing import BadJSON, parse_json
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ def read_records(path: str | Path) -> list[Record]:
     """One file's records: SQuAD's own JSON, or rows of jsonl, json, csv, tsv or parquet."""
     path = Path(path)
     with reading(check_path(path)):
-        may_be_official = path.suffix.lower() == ".json" and path.is_file()
+        may_be_official = files.kind_of(path) == ".json" and path.is_file()
     if may_be_official:
-        document = read_json(path)
+        document = files.json_document(path)
         if isinstance(document, dict):
             records = list(_official(document, str(path)))
             if not records:

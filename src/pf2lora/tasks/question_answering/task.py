@@ -265,6 +265,9 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
         counts = Counter(row.topic for row in rows if row.topic)
         return {topic: counts[topic] for topic in sorted(counts)}
 
+    def input_text(self, row: QuestionRow) -> str:
+        return f"{row.question} {row.context}"
+
     def answer(self, prediction: Answer, row: QuestionRow) -> dict[str, Any]:
         silent = {"no_answer_probability": prediction.no_answer} if self.no_answers else {}
         return {"predicted": prediction.text} | silent
