@@ -242,7 +242,7 @@ SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
     "fedsa-lora": (FedSALoRA, {}),
     "ffa-lora": (FFALoRA, {}),
     "rolora": (RoLoRA, {}),
-    "fedavgm": (FedAvgM, {}),
+    "fedavgm": (FedAvgM, {"momentum": 0.5}),
     "fedadam": (FedAdam, {"server_lr": 0.1}),
     "fedyogi": (FedYogi, {"server_lr": 0.1, "tau": 0.01}),
     "scaffold": (Scaffold, {"clients": 3}),
