@@ -66,7 +66,7 @@ def files(
     shared = {} if common is None else {"common": common}
     if deployment is not None:
         shared |= {f"best.{s}": vector for s, (_, vector) in enumerate(deployment.common)}
-    shared |= {f"server.{i}": host(t) for i, t in enumerate(tensors_of(done.after.servers))}
+    shared |= {f"server.{i}": host(t).clone() for i, t in enumerate(tensors_of(done.after.servers))}
     yield SHARED, packed(shared, {})
     yield RECORDS, encoded([[asdict(record) for record in own] for own in watched.rounds])
     state, common = over_tensors(host, done.served), None if common is None else common.cpu()
