@@ -56,9 +56,11 @@ class TooSlow(BaseException):
     """No code of ours catches it."""
 
 
-def order() -> list[str]:
-    """The targets, each as often as its weight."""
-    return [name for name, target in TARGETS.items() for _ in range(target.weight)]
+def numbered(i: int) -> tuple[str, int]:
+    """The target of input `i` of all, and its number there: targets take turns, each as often as its weight."""
+    turns = [(name, turn) for name, target in TARGETS.items() for turn in range(target.weight)]
+    name, turn = turns[i % len(turns)]
+    return name, i // len(turns) * TARGETS[name].weight + turn
 
 
 _seeds: dict[str, list[bytes]] = {}
@@ -131,10 +133,9 @@ def work(first: int, inputs: int, step: int, now: Synchronized[int], out: Any) -
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + 2 * MEMORY  # address space, of which more is taken than used
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    names = order()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         for i in range(first, inputs, step):
-            finding = try_input(names[i % len(names)], i // len(names), Path(folder))
+            finding = try_input(*numbered(i), Path(folder))
             if finding is not None:
                 out.put(finding)
             now.value = i
@@ -177,14 +178,10 @@ def run(inputs: int, workers: int) -> list[Finding]:
                 moved[k] = nows[k].value, time.monotonic()
             elif time.monotonic() - since > STALLED or (process.exitcode not in (None, 0)):
                 stuck = value + workers
-                name = order()[stuck % len(order())]
                 process.kill()
                 process.join()
-                found.append(
-                    Finding(
-                        name, stuck // len(order()), f"it hangs, or the process died ({process.exitcode})"
-                    )
-                )
+                why = f"it hangs, or the process died ({process.exitcode})"
+                found.append(Finding(*numbered(stuck), why))
                 keep(found[-1])
                 nows[k].value = stuck
                 processes[k], moved[k] = start(k, stuck + workers), (stuck, time.monotonic())
