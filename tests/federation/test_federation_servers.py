@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from small_federation import SITES, Small, local_run, make_plan, make_small
+from safetensors.torch import load_file
+from small_federation import SITES, Small, local_run, local_trial, make_plan, make_small
 
 from pf2lora.core.method import tensors_of
+from pf2lora.engines.local import train
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.checkpoints import StateFolderError, restored
+from pf2lora.federation.protocol.outcome import collect
 from pf2lora.methods import METHODS
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
@@ -75,3 +78,21 @@ def test_what_another_adapter_kept_is_refused(small: Small) -> None:
     kept = small.coordinator.kept
     with pytest.raises(StateFolderError, match="belongs to another adapter"):
         restored(kept, [torch.zeros(3), *tensors_of(kept)[1:]], Path("round-000001.safetensors"))
+
+
+@pytest.mark.parametrize("method", ["rolora", "fedadam", "scaffold", "fedsa-lora", "fedex-lora"])
+def test_a_rehearsals_common_adapter_is_the_local_runs(tmp_path: Path, method: str) -> None:
+    """Whatever the server's last answer holds: a half, a way from the start, control variates, no B, a residual."""
+    plan = make_plan(method, config={"rounds": 2})
+    small = make_small(tmp_path, plan)
+    small.run()
+    trial = local_trial(tmp_path, plan)
+    *_, last = train(trial.method, trial.F, trial.state, trial.source, trial.schedule)
+    (expected,) = trial.method.common(trial.state.x[:1], last.common, 2)
+    trial.model.remove()
+    collect(
+        plan, trial.workload, tmp_path / "server", tmp_path / "out", [tmp_path / "state" / s for s in SITES]
+    )
+    found = load_file(tmp_path / "out" / "state" / "common.safetensors")
+    for name, tensor in trial.method.layout.unpack(expected.unsqueeze(0)).items():
+        assert (found[name] - tensor[0]).abs().max() <= 1e-5, name
