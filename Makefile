@@ -64,3 +64,9 @@ mutate: export OMP_NUM_THREADS = 1
 mutate: $(VENV)/.installed
 	@$(PIP) mutmut==3.8.0
 	$(BIN)/python tests/mutations.py $(MUTANTS)
+
+# Broken files into everything that reads one: minutes. INPUTS=1000000 for more; docs/input.md.
+.PHONY: fuzz
+fuzz: export OMP_NUM_THREADS = 1
+fuzz: $(VENV)/.installed
+	$(BIN)/python tests/helpers/fuzz.py --inputs $(or $(INPUTS),100000)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, check_path, reading
 
 # What file systems say that cannot lock a folder (some network ones): there everybody must look out for himself.
 CANNOT = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -41,8 +41,11 @@ def acquire(folder: Path) -> int:
 
 def check_unused(folder: Path) -> None:
     """`Busy` where another process writes into the folder now; one that is not there is nobody's."""
-    if folder.is_dir() and os.access(folder, os.R_OK):
-        os.close(acquire(folder))
+    with reading(check_path(folder), "output folder"):
+        if folder.is_dir() and os.access(
+            folder, os.R_OK, effective_ids=os.access in os.supports_effective_ids
+        ):
+            os.close(acquire(folder))
 
 
 @contextmanager

@@ -29,9 +29,8 @@ DEEPEST = 64  # objects in objects; what we write and read has at most a dozen
 LARGEST_INTEGER = 2**63 - 1
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_DOTTED = re.compile(
-    r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')){64}"""
-)
+_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""  # of a dotted key; nothing is tried twice
+_DOTTED = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{64}}")
 
 
 # --- bytes and text --------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ LAYOUT = regression_problem().layout
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "client rank as large": (
-        lambda: AdapterSpec(rank=4, client_rank=4),
+        lambda: PF2LoRA.adapter_ranks(4, 4, {}),
         "client_rank is 4 and rank 4; .*client_rank < rank",
     ),
     "client rank larger": (lambda: AdapterSpec(rank=4, client_rank=9), "client_rank is 9 and rank 4"),

@@ -10,6 +10,7 @@ import pytest
 from small_federation import SITES, local_run, make_plan, make_small
 
 from pf2lora.federation.protocol import messages
+from pf2lora.federation.protocol.outcome import sent_bytes
 from pf2lora.methods import METHODS
 from pf2lora.methods.bilevel import ROUNDOFF
 from pf2lora.run.evaluation import measure, models_in_use
@@ -43,6 +44,25 @@ def test_every_method_gives_the_local_engines_numbers(
         assert own.y.numel() == 0 or (own.y[0] - state.y[k]).abs().max() <= 3e-5
         served = small.setups[site].method.receive(own, small.coordinator.common, 4)
         assert (served.x[0] - state.x[k]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("method", [name for name in FEDERATED if name != "hetlora"])  # whose ranks change
+def test_the_bytes_reported_are_those_on_the_wire(tmp_path: Path, method: str) -> None:
+    """Adapter and head, the mean over rounds and sites: of what the method counts, and of what really was sent."""
+    small = make_small(tmp_path, make_plan(method, config={"rounds": 2}))
+    small.greet()
+    while not small.coordinator.over:
+        small.round()
+    bytes_sent = []
+    for site, data in small.messages:
+        message = messages.decode(data)
+        if message.kind == "update":
+            setup = small.setups[site]
+            numbers = sum(t.numel() for t in message.tensors.values())
+            assert [numbers] == setup.method.sent_numbers(setup.initial, message.round)
+            bytes_sent.append(sum(t.nbytes for t in message.tensors.values()))
+    assert len(bytes_sent) == 2 * len(SITES)
+    assert sent_bytes(small.plan, small.coordinator).total == pytest.approx(sum(bytes_sent) / len(bytes_sent))
 
 
 def test_a_site_leaves_the_second_order_term_out_where_the_local_engine_does(

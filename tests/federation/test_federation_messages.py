@@ -129,8 +129,9 @@ def test_the_round_goes_on_with_the_others(small: Small) -> None:
     record = round_with(small, raw(f'{{{PROBLEM},"code":[]}}'))
     assert record["answered"] == ["site-1", "site-2", "site-4"] and set(record["refused"]) == {"site-3"}
     assert "site-3" not in record["scores"] and record["stopped"] == []
-    record = round_with(small, encode({"kind": "problem", "round": 2, "code": "loss"}))
-    assert record["stopped"] == ["site-3"] and PROBLEMS["loss"] == record["refused"]["site-3"]
+    for number, (code, stopped) in enumerate({"loss": [], "disk-full": ["site-3"]}.items(), 2):
+        record = round_with(small, encode({"kind": "problem", "round": number, "code": code}))
+        assert record["stopped"] == stopped and PROBLEMS[code] == record["refused"]["site-3"]
 
 
 def round_with(small: Small, data: Any) -> RoundRecord:

@@ -118,7 +118,10 @@ def in_federation(
     states = sorted((folder / "state").rglob("state/clients/*.safetensors"))
     adapters = {path.stem: projections(load_file(path)) for path in states}
     if small.coordinator.common is not None:
-        layout, common = small.coordinator.layout, small.coordinator.common
+        layout, common = (
+            small.coordinator.known_method.arrives(plan.run.training.rounds),
+            small.coordinator.common,
+        )
         adapters["common"] = projections({n: t[0] for n, t in layout.unpack(common[None]).items()})
     scores = {site: sorted(answer.get("served", {}).items()) for site, answer in final.items()}
     sent = sum(numel for _, data in small.messages for numel in [numbers_in(data)])

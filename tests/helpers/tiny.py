@@ -28,7 +28,10 @@ from pf2lora.core.method import Loss, Method
 from pf2lora.engines.batches import Batch, BatchSource, Encoded, EncodedSource, batch_rows
 from pf2lora.methods.ditto import Ditto
 from pf2lora.methods.feddpa import FedDPAF, FedDPAT
+from pf2lora.methods.fedex_lora import FedExLoRA
 from pf2lora.methods.fedprox import FedProx
+from pf2lora.methods.fedsa_lora import FedSALoRA
+from pf2lora.methods.ffa_lora import FFALoRA
 from pf2lora.methods.flexlora import FlexLoRA
 from pf2lora.methods.hetlora import HetLoRA
 from pf2lora.methods.homlora import HomLoRA
@@ -38,6 +41,9 @@ from pf2lora.methods.local import Local
 from pf2lora.methods.per_fedavg import PerFedAvg
 from pf2lora.methods.pf2lora import PF2LoRA
 from pf2lora.methods.pf2lora_joint import PF2LoRAJoint
+from pf2lora.methods.rolora import RoLoRA
+from pf2lora.methods.scaffold import Scaffold
+from pf2lora.methods.server_optimizers import FedAdam, FedAvgM, FedYogi
 from pf2lora.tasks.classification.task import Classification
 
 VOCABULARY, WIDTH, LABELS = 50, 16, 3
@@ -233,6 +239,14 @@ SETTINGS: dict[str, tuple[type[Method], dict[str, Any]]] = {
     "feddpa-t": (FedDPAT, {"mixing_weight": 0.3}),
     "feddpa-f": (FedDPAF, {"finetune_steps": 2}),
     "fedprox": (FedProx, {"mu": 0.5}),
+    "fedsa-lora": (FedSALoRA, {}),
+    "ffa-lora": (FFALoRA, {}),
+    "rolora": (RoLoRA, {}),
+    "fedavgm": (FedAvgM, {"momentum": 0.5}),
+    "fedadam": (FedAdam, {"server_lr": 0.1}),
+    "fedyogi": (FedYogi, {"server_lr": 0.1, "tau": 0.01}),
+    "scaffold": (Scaffold, {"clients": 3}),
+    "fedex-lora": (FedExLoRA, {"trained_rank": 2}),
     "flexlora": (FlexLoRA, {"ranks": (1, 3, 4)}),
     "local": (Local, {}),
 }

@@ -26,8 +26,9 @@ def world() -> Iterator[World]:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def run(world: World) -> Path:
+    """A run in it; by then all modules are loaded, which a program without root's rights might not be able to."""
     from pf2lora import federate
 
     federate(**world.settings(out=world.root / "run"))

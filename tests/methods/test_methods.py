@@ -155,9 +155,9 @@ def test_y_is_untouched_by_send_and_absent_from_what_is_sent(setting: str) -> No
     state = run(method, p, rounds=1)[0].before
     kept, sent = method.send(state, 1)
     assert torch.equal(kept.y, state.y)
-    assert sent.shape == (3, p.layout.shared if method.federated else 0)
+    assert sent.shape == (3, method.leaves(1).size)
     assert not torch.isin(state.y[state.y != 0], sent).any()  # no number of y is in the payload
-    after = method.receive(kept, torch.zeros(sent.shape[1], dtype=sent.dtype), 1)
+    after = method.receive(kept, torch.zeros(method.arrives(1).size, dtype=sent.dtype), 1)
     assert torch.equal(after.y, state.y)
     if setting.startswith("pf2lora"):
         assert (state.y != p.y).any()

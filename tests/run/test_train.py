@@ -145,10 +145,13 @@ def test_every_method_runs_and_costs_what_it_costs(method: str, world: World, tm
     if method in ("centralized", "local"):
         assert sent == SentBytes(0, 0)
     else:
-        assert sent.head == 4 * parameters.head
+        # of the adapter and of the head
+        shares = {"ffa-lora": (0.5, 1), "rolora": (0.5, 1), "fedsa-lora": (0.5, 0), "scaffold": (2, 2)}
+        of_adapter, of_head = shares.get(method, (1, 1))
+        assert sent.head == of_head * 4 * parameters.head
         full = 4 * 4 * 2 * 32 * 4  # four layers, A and B of rank 4, float32
         assert (
-            sent.adapter == full
+            sent.adapter == of_adapter * full
             if method not in ("hetlora", "flexlora")
             else full <= sent.adapter <= 1.5 * full
         )
@@ -156,7 +159,7 @@ def test_every_method_runs_and_costs_what_it_costs(method: str, world: World, tm
     served = tmp_path / "run" / ("common" if method == "centralized" else "clients/west")
     rank = json.loads((served / "adapter_config.json").read_text())["r"]
     both = {"pf2lora": 6, "pf2lora-joint": 6, "feddpa-t": 8, "feddpa-f": 8}
-    assert rank == (both | {"hetlora": 6, "flexlora": 6}).get(method, 4)
+    assert rank == (both | {"hetlora": 6, "flexlora": 6, "fedex-lora": 16}).get(method, 4)
     assert result.methods[method].label
 
 

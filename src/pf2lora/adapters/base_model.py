@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from pf2lora.adapters.architectures import HEADS
 from pf2lora.errors import UserError, nearest
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+WEIGHTS = ("*.safetensors",)  # never pickled ones (pytorch_model.bin)
 SAMPLED = 1024  # numbers of a tensor whose places count, beside the sum of all of them
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
 
@@ -100,6 +100,7 @@ def load_model(auto_class: Any, name: str, dtype: torch.dtype, **config: Any) ->
         "dtype": dtype,
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,
+        "use_safetensors": True,  # pickled weights can hold code
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # what the checkpoint lacks and nobody trains is the same wherever it is loaded

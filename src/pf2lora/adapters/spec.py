@@ -21,7 +21,7 @@ class AdapterSpec:
     """
 
     rank: int = setting(8, "rank r of the common adapter", everyday=True)
-    client_rank: int = setting(2, "rank of the client's own adapter, at most --rank", everyday=True)
+    client_rank: int = setting(2, "rank of the client's own adapter, below --rank", everyday=True)
     scaling: float = setting(1.0, "s, the common adapter's scaling (lora_alpha / r)")
     client_scaling: float = setting(1.0, "the client adapter's scaling")
     dropout: float = setting(0.0, "dropout on the adapters' input")

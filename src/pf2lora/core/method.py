@@ -161,6 +161,11 @@ class Method(ABC):
         return given.get("rank", rank), own
 
     @classmethod
+    def head_placement(cls, head: str) -> str:
+        """Where this method has the head (shared, personal or frozen), from where the run wants it."""
+        return head
+
+    @classmethod
     def set_up(cls, run: Surroundings, settings: Mapping[str, Any]) -> Self:
         """The method in its run; `settings` are values for its own fields."""
         follows = {name: getattr(run, name) for name in cls.derived if hasattr(run, name)}

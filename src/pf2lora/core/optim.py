@@ -26,13 +26,13 @@ def adamw(
     gradient: Tensor,
     moments: Moments,
     x: Tensor,
-    lr: float,
+    lr: float | Tensor,
     *,
     weight_decay: float = 0.01,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> tuple[Tensor, Moments]:
-    """One step of decoupled-weight-decay Adam; the numbers are those of `torch.optim.AdamW`."""
+    """One step of decoupled-weight-decay Adam; the numbers are those of `torch.optim.AdamW`. `lr` may be `(P,)`."""
     first, second = betas
     step = moments.step + 1
     # In double precision, as torch computes them: 1 − 0.999 is off by 1e-5 in float32.
@@ -45,7 +45,7 @@ def adamw(
 
 
 def sgd(
-    gradient: Tensor, moments: Moments, x: Tensor, lr: float, *, weight_decay: float = 0.0
+    gradient: Tensor, moments: Moments, x: Tensor, lr: float | Tensor, *, weight_decay: float = 0.0
 ) -> tuple[Tensor, Moments]:
     """One step of plain gradient descent, with the same decoupled weight decay."""
     return (x * (1 - lr * weight_decay)).sub_(lr * gradient), moments._replace(step=moments.step + 1)

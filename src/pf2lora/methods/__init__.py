@@ -24,6 +24,14 @@ METHODS: Registry[Method] = Registry(
         "feddpa-t": "pf2lora.methods.feddpa:FedDPAT",
         "feddpa-f": "pf2lora.methods.feddpa:FedDPAF",
         "fedprox": "pf2lora.methods.fedprox:FedProx",
+        "fedsa-lora": "pf2lora.methods.fedsa_lora:FedSALoRA",
+        "ffa-lora": "pf2lora.methods.ffa_lora:FFALoRA",
+        "rolora": "pf2lora.methods.rolora:RoLoRA",
+        "fedavgm": "pf2lora.methods.server_optimizers:FedAvgM",
+        "fedadam": "pf2lora.methods.server_optimizers:FedAdam",
+        "fedyogi": "pf2lora.methods.server_optimizers:FedYogi",
+        "scaffold": "pf2lora.methods.scaffold:Scaffold",
+        "fedex-lora": "pf2lora.methods.fedex_lora:FedExLoRA",
         "flexlora": "pf2lora.methods.flexlora:FlexLoRA",
         "centralized": "pf2lora.methods.centralized:Centralized",
         "local": "pf2lora.methods.local:Local",
@@ -36,6 +44,10 @@ METHODS: Registry[Method] = Registry(
         "fedper": "homlora with --head personal",
         "fedrep": "homlora with --head personal",
         "feddpa": "feddpa-t or feddpa-f",
+        "fedsa": "fedsa-lora",
+        "ffa": "ffa-lora",
+        "fedex": "fedex-lora",
+        "flora": "fedex-lora, exact in the same way",
     },
 )
 
@@ -43,9 +55,12 @@ SETS: dict[str, tuple[str, ...]] = {
     "paper": ("pf2lora", "pf2lora-joint", "homlora", "per-fedavg", "hetlora", "centralized", "local"),
     "personal": (
         *("pf2lora", "pf2lora-joint", "per-fedavg", "homlora-ft", "homlora-bias", "ditto", "feddpa-t"),
-        *("feddpa-f", "local"),
+        *("feddpa-f", "fedsa-lora", "local"),
     ),
-    "aggregation": ("homlora", "hetlora", "fedprox", "flexlora"),
+    "aggregation": (
+        *("homlora", "hetlora", "fedprox", "fedavgm", "fedadam", "fedyogi", "scaffold", "ffa-lora"),
+        *("rolora", "fedex-lora", "flexlora"),
+    ),
 }
 """Names for several methods: those of PF2LoRA's paper, those that give each client something of its own, and those that
 differ in how one common adapter is trained and averaged. `all` is every method, installed packages' too."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pf2lora.core.layout import NO_LAYOUT, Layout
 from pf2lora.core.method import Judge, Method, State, Surroundings
+from pf2lora.errors import UserError
 
 AUTO: Literal["auto"] = "auto"
 ALPHA = 0.1  # α where it is not given: rather too large, as what is too large is taken back
@@ -35,6 +36,16 @@ class OwnSize(Method):
         if settings.get("client_lr") == AUTO and not run.validated:
             settings = dict(settings) | {"client_lr": FIXED}
         return super().set_up(run, settings)
+
+    @classmethod
+    def adapter_ranks(cls, rank: int, client_rank: int, given: Mapping[str, Any]) -> tuple[int, int]:
+        rank, client_rank = super().adapter_ranks(rank, client_rank, given)
+        if client_rank >= rank:
+            raise UserError(
+                f"client_rank is {client_rank} and rank {rank}; the client's adapter is the smaller one: "
+                f"0 <= client_rank < rank"
+            )
+        return rank, client_rank
 
     @property
     def resizes(self) -> bool:

@@ -78,8 +78,9 @@ def made_with(finding: Finding) -> str:
     config, result = finding.run.config, finding.result
     first, count = config.training.seed, config.training.seeds
     seeds = f"seed {first}" if count == 1 else f"seeds {first} to {first + count - 1}"
-    machine = f"{result.machine['device']} ({result.machine['name']})"
-    parts = (config.model.name, config.model.precision, seeds, machine, f"torch {result.versions['torch']}")
+    machine = f"{result.machine.get('device', '?')} ({result.machine.get('name', '?')})"
+    torch = f"torch {result.versions.get('torch', '?')}"
+    parts = (config.model.name, config.model.precision, seeds, machine, torch)
     return ", ".join(parts)
 
 
@@ -127,7 +128,8 @@ def markdown(paper: Preset, preset: Preset, findings: Sequence[Finding], figures
         names = [tables.QUANTITIES[name].label for name in tables.COSTS]
         costs = [row for finding in trained for row in tables.cost_rows(finding)]
         parts += ["## What it cost", _table(("run", "method", *names), costs)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    page = "\n\n".join(part for part in parts if part) + "\n"
+    return page.replace("<", "&lt;")  # Markdown takes HTML for what it is, and a generated text may hold some
 
 
 def _table(names: Sequence[str], body: Sequence[Sequence[str]]) -> str:

@@ -16,9 +16,13 @@ from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.reproduce.preset import Run
+from pf2lora.run.checkpoints import Checkpoints
 from pf2lora.run.comparison import Watcher, compare, prepare
 from pf2lora.run.config import Config, difference, from_dict, to_dict
+from pf2lora.run.fingerprint import CannotGoOn
+from pf2lora.run.interruption import Interrupted
 from pf2lora.run.result import FILE, ExampleRecord, Result, load_result
+from pf2lora.run.resuming import saying_how
 from pf2lora.run.workload import Workload
 
 Tell = Callable[[str], None]
@@ -79,7 +83,8 @@ def execute(run: Run, folder: Path, tell: Tell, first: Sequence[str] = ()) -> tu
         workload = workload or loader.load()
         tell(what)
         try:
-            parts.append(compare(one, Watcher(on_note=tell), replace(workload, config=one)))
+            kept = file.with_suffix(".checkpoints")
+            parts.append(go_on(kept, one, replace(workload, config=one), tell))
         except Diverged as error:
             diverged.append(f"{what} diverged: {error}")
             tell(diverged[-1])
@@ -92,6 +97,28 @@ def execute(run: Run, folder: Path, tell: Tell, first: Sequence[str] = ()) -> tu
     if not diverged:
         write_json(folder / FILE, result.to_dict())
     return result, diverged
+
+
+def go_on(folder: Path, config: Config, workload: Workload, tell: Tell = lambda line: None) -> Result:
+    """The result of a config, whose checkpoints are in `folder` meanwhile. Where it was interrupted it goes on; where
+    it cannot, as with another version, it starts anew: these runs are parts of something larger."""
+    keeper = Checkpoints(folder, workload, None, tell, "the same command")
+    try:
+        keeper.load()
+    except CannotGoOn as error:
+        tell(f"{error}; it starts anew")
+        keeper.remove()
+    try:
+        with saying_how(keeper.go_on, keeper):
+            result = compare(config, Watcher(on_note=tell), workload, keeper)
+    except Interrupted as stop:
+        tell(str(stop))
+        raise
+    except Diverged:
+        keeper.remove()
+        raise
+    keeper.remove()
+    return result
 
 
 def finished(file: Path, config: Config) -> Result | None:

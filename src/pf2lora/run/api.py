@@ -120,7 +120,7 @@ def run_into(
     again = resuming.command(config, out)
     keeper = Checkpoints(out / checkpoints.FOLDER, workload, out / "metrics.jsonl", on_note, again)
     with folder_lock.locked(out):
-        if resume and keeper.load():
+        if resume and resuming.begun(keeper):
             keeper.cut_log()
             folder.clear_half_written(out)
         else:  # only now: bad input must not cost the run that is there

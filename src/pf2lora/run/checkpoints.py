@@ -91,16 +91,17 @@ class Checkpoints:
         damaged = []
         for path in snapshot.newest_first(self.folder):
             try:
-                self.found = snapshot.opened(path)
-                self.read(self.found)
+                found = snapshot.opened(path)
+                self.read(found)
             except Damaged as error:
                 damaged.append(f"the checkpoint {path} is damaged: {error}")
                 continue
             for line in damaged:
                 self.tell(f"{line}; going on from {path.name}, the one before")
+            self.found = found
             return True
         if damaged:
-            raise CannotGoOn(f"{damaged[0]}, and there is no other; --force starts anew")
+            raise CannotGoOn(f"{damaged[0]}, and there is no other")
         return False
 
     def read(self, found: Snapshot) -> None:
@@ -118,9 +119,7 @@ class Checkpoints:
             ended = [*(method for method, _ in finished), *failed]
             check_rounds(then.settings, self.workload.config, reached, ended)
         except CannotGoOn as error:
-            raise CannotGoOn(
-                f"the run in {str(self.folder.parent)!r} cannot go on: {error}; --force or another --out starts anew"
-            ) from None
+            raise CannotGoOn(f"the run in {str(self.folder.parent)!r} cannot go on: {error}") from None
         self.finished = {key: self.read_finished(*key, digest) for key, digest in finished.items()}
         self.digests, self.failed = finished, failed
         for line in notes:

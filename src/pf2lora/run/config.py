@@ -7,6 +7,7 @@ A config has a table for each part of a run: `[model] [adapter] [training] [priv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -198,6 +199,9 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> Config:
             raise UserError(
                 f"{where}: [methods.{name}] must be a table of the method's settings, not {shown(table)}"
             )
+        for key, value in table.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{where} [methods.{name}]: {key} must be a finite number, not {value}")
     methods = {name: dict(table) for name, table in values.get("methods", {}).items()}
     return Config(**parts, task=from_table(kind, task, f"{where} [task]"), methods=methods)
 

@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from pf2lora.errors import LONGEST, UserError
@@ -20,6 +21,9 @@ def decode(kind: type[T], value: Any, file: str, described: str = "") -> T:
     """`value`, as `json` reads it, as the dataclass `kind`; a UserError names the first place that does not fit, and
     where the file is `described`."""
     return typing.cast(T, _Place(file, "", described).decode(kind, value))
+
+
+_hints = cache(typing.get_type_hints)  # a large result has a thousand records of a kind
 
 
 class _Place:
@@ -60,7 +64,7 @@ class _Place:
         return {name: self.inside(name).decode(kind, item) for name, item in value.items()}
 
     def record(self, kind: Any, value: dict[str, Any]) -> Any:
-        hints, found = typing.get_type_hints(kind), {}
+        hints, found = _hints(kind), {}
         for f in fields(kind):
             if f.name in value:
                 found[f.name] = self.inside(f.name).decode(hints[f.name], value[f.name])

@@ -50,6 +50,14 @@ def ended(config: Config, out: Path, *, force: bool = False) -> Result | None:
     return result
 
 
+def begun(keeper: Checkpoints) -> bool:
+    """Whether there is a checkpoint to go on from, and that is where the run stands now."""
+    try:
+        return keeper.load()
+    except CannotGoOn as error:
+        raise CannotGoOn(f"{error}; --force or another --out starts anew") from None
+
+
 def out_of_memory(error: Exception) -> bool:
     """Whether memory has ended, on the device or on the host."""
     line = (str(error).splitlines() or [""])[0]

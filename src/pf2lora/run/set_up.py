@@ -117,7 +117,8 @@ def adapter_spec(config: Config, name: str) -> AdapterSpec:
     if bias is None:
         bias = method_settings(config, name).get("client_lr") == "auto"
     bias = bias and METHODS[name].two_level
-    return replace(config.adapter, rank=ranks[0], client_rank=ranks[1], client_bias=bias)
+    head = METHODS[name].head_placement(config.adapter.head)
+    return replace(config.adapter, rank=ranks[0], client_rank=ranks[1], client_bias=bias, head=head)
 
 
 def merging_method(config: Config, name: str, layout: Layout, clients: int) -> Method:

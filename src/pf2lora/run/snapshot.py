@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from pf2lora.errors import shown
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 ASIDE = ".writing"  # a snapshot that is not yet one
@@ -127,7 +129,7 @@ def opened(path: Path) -> Snapshot:
         about, digests = manifest["about"], dict(manifest["files"])
         if manifest["format"] != FORMAT:
             raise Damaged(
-                f"{MANIFEST} has the format {manifest['format']!r}, and this version knows {FORMAT}"
+                f"{MANIFEST} has the format {shown(manifest['format'])}, and this version knows {FORMAT}"
             )
         if claimed != digest(manifest) or not isinstance(about, dict):
             raise Damaged(f"{MANIFEST} is not as it was written")

@@ -98,8 +98,8 @@ def run(
         records, last = round_records(trial, done, measured_rounds, watched)
         watched.evaluation_seconds += time.perf_counter() - started
         watched.note(trial, done)
-        for seed, own, record in zip(trial.seeds, watched.rounds, records):
-            own.append(record)
+        for s, (seed, record) in enumerate(zip(trial.seeds, records)):
+            watched.keep(s, record)
             on_round(seed, record)
         if last:
             break
@@ -250,7 +250,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
         parameters=costs.parameters(method, trial.model.personal_layout, trial.state),
         bytes_per_round=costs.sent_bytes(watched.sent[s]),
         flops_per_round=None,
-        seconds=sum(r.seconds for r in watched.rounds[s]),
+        seconds=watched.seconds[s],
         evaluation_seconds=watched.evaluation_seconds / len(trial.seeds),
         peak_memory_bytes=None,
         resampled={
@@ -268,7 +268,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
                 still,
                 client_lr=moving is not None,
             ),
-            *left_out_warnings(watched.rounds[s]),
+            *left_out_warnings(watched.left_out[s], watched.rounds[s][-1].round),
         ],
         privacy=privacy.spent(
             *(workload.config, trial.schedule.privacy, learners, trial.seeds[s], watched.rounds[s][-1].round)

@@ -27,6 +27,7 @@ from pf2lora.run.evaluation import Models
 from pf2lora.run.result import RoundRecord
 from pf2lora.run.set_up import Trial
 from pf2lora.run.snapshot import Damaged, Snapshot, encoded, packed, unpacked
+from pf2lora.run.warnings import LeftOut
 from pf2lora.run.watched import Watched
 
 SHARED, RECORDS = "shared.safetensors", "records.json"
@@ -47,6 +48,8 @@ def summary(trial: Trial, done: Round, watched: Watched) -> dict[str, Any]:
             for method, done_with in watched.steps.steps.items()
         ],
         "sent": [[sent.total, sent.times, sent.head] for sent in watched.sent],
+        "seconds": watched.seconds,
+        "left_out": watched.left_out,
         "evaluation_seconds": watched.evaluation_seconds,
         "memory": watched.peak_memory(trial) or 0,
         "common_losses": [above(loss) for loss, _ in deployment.common] if deployment else [],
@@ -63,7 +66,7 @@ def files(
     shared = {} if common is None else {"common": common}
     if deployment is not None:
         shared |= {f"best.{s}": vector for s, (_, vector) in enumerate(deployment.common)}
-    shared |= {f"server.{i}": host(t) for i, t in enumerate(tensors_of(done.after.servers))}
+    shared |= {f"server.{i}": host(t).clone() for i, t in enumerate(tensors_of(done.after.servers))}
     yield SHARED, packed(shared, {})
     yield RECORDS, encoded([[asdict(record) for record in own] for own in watched.rounds])
     state, common = over_tensors(host, done.served), None if common is None else common.cpu()
@@ -174,8 +177,10 @@ def restore_watched(snapshot: Snapshot, said: dict[str, Any], trial: Trial, watc
     """The records and the figures over all clients."""
     records = json.loads(snapshot.read(RECORDS))
     watched.rounds = [[decode(RoundRecord, record, RECORDS) for record in own] for own in records]
-    if [len(own) for own in watched.rounds] != [int(said["round"])] * len(trial.seeds):
+    if [own[-1].round for own in watched.rounds] != [int(said["round"])] * len(trial.seeds):
         raise ValueError(f"{RECORDS} has other rounds")
+    watched.seconds = [float(seconds) for seconds in said["seconds"]]
+    watched.left_out = [{name: LeftOut(*found) for name, found in own.items()} for own in said["left_out"]]
     least, watched.stopper.waited = said["stopper"]
     watched.stopper.best = math.inf if least is None else float(least)
     for fields_changed, done_with in said["steps"]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -73,14 +74,17 @@ def training_warnings(
     return found
 
 
-def left_out_warnings(rounds: Sequence[RoundRecord]) -> list[str]:
-    """A line for each client that was left out as a bad one."""
-    found: dict[str, list[RoundRecord]] = {}
-    for record in rounds:
-        for name in record.left_out:
-            found.setdefault(name, []).append(record)
+class LeftOut(NamedTuple):
+    """How often a client was left out as a bad one, and the first time."""
+
+    times: int
+    round: int
+    reason: str
+
+
+def left_out_warnings(found: Mapping[str, LeftOut], rounds: int) -> list[str]:
+    """A line for each client that was left out of some of the run's rounds."""
     return [
-        f"client {name!r} was left out of {len(of)} of {len(rounds)} rounds, first of round {of[0].round}: "
-        f"{of[0].left_out[name]}"
+        f"client {name!r} was left out of {of.times} of {rounds} rounds, first of round {of.round}: {of.reason}"
         for name, of in found.items()
     ]

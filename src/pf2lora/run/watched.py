@@ -12,7 +12,8 @@ from pf2lora.run.deploy import Deployment
 from pf2lora.run.evaluation import Measured
 from pf2lora.run.result import RoundRecord
 from pf2lora.run.set_up import Trial
-from pf2lora.run.warnings import Moving, has_a_rate
+from pf2lora.run.thinning import thinned
+from pf2lora.run.warnings import LeftOut, Moving, has_a_rate
 
 
 class Stopper:
@@ -33,7 +34,9 @@ class Watched:
     """What is noted of a trial, for all its learners. `last` and `deployed` are of the last round, which a run that
     goes on has yet to do."""
 
-    rounds: list[list[RoundRecord]]  # by seed
+    rounds: list[list[RoundRecord]]  # by seed, those that result.json keeps
+    seconds: list[float]  # by seed, of all rounds
+    left_out: list[dict[str, LeftOut]]  # by seed and client, of all rounds
     sent: list[costs.Sent]  # by seed
     stopper: Stopper
     deployment: Deployment | None  # None: nobody has validation rows
@@ -51,11 +54,22 @@ class Watched:
         watches = has_a_rate(trial.method, trial.model.spec.client_rank)
         return cls(
             [[] for _ in seeds],
+            [0.0 for _ in seeds],
+            [{} for _ in seeds],
             [costs.Sent() for _ in seeds],
             Stopper(workload.config.training.patience),
             Deployment(trial) if workload.validation is not None else None,
             Moving(trial.state.y) if watches else None,
         )
+
+    def keep(self, s: int, record: RoundRecord) -> None:
+        """Remember a round of the seed at position `s`."""
+        self.rounds[s].append(record)
+        self.rounds[s] = thinned(self.rounds[s], len(record.train_loss))
+        self.seconds[s] += record.seconds
+        for name, why in record.left_out.items():
+            times, first, reason = self.left_out[s].get(name, (0, record.round, why))
+            self.left_out[s][name] = LeftOut(times + 1, first, reason)
 
     def note(self, trial: Trial, done: Round) -> None:
         """How many numbers each participant sent, and whether its own adapter moved."""

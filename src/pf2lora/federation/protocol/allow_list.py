@@ -83,12 +83,13 @@ def matches(pattern: re.Pattern[str]) -> Check:
 
 
 ROUND: Checks = {"round": is_positive}
-MEASURE_SERVED: Checks = {"measure_served": is_true}
+TAKE_BACK: Checks = {"take_back": is_positive}  # the round whose update was refused
+MEASURE_SERVED: Checks = {"measure_served": is_true, **TAKE_BACK}
 REQUESTS = {
     "hello": Declared(ROUND),
     "train": Declared(ROUND, {**MEASURE_SERVED, "measure_before": is_true}, tensors=True),
     "measure": Declared(ROUND, MEASURE_SERVED, tensors=True),
-    "finish": Declared(ROUND, tensors=True),
+    "finish": Declared(ROUND, TAKE_BACK, tensors=True),
 }
 """What the server sends. Whether its tensors are the common adapter is checked in the site's session."""
 

@@ -57,6 +57,7 @@ class Checkpoint(NamedTuple):
     steps: int
     state: State
     unpruned: Tensor | None = None  # x before it was sent, where the method prunes it then
+    largest: float = 0.0  # the site's largest update so far (`UpdateLedger`)
 
     @property
     def before(self) -> State:
@@ -92,7 +93,7 @@ class CheckpointFolder:
         """Keep the state after a round."""
         tensors = {str(i): t for i, t in enumerate(tensors_of(saved.state))}
         tensors |= {} if saved.unpruned is None else {"unpruned": saved.unpruned}
-        self.write(STATE, saved.round, tensors, {"steps": str(saved.steps)})
+        self.write(STATE, saved.round, tensors, {"steps": str(saved.steps), "largest": saved.largest.hex()})
 
     def newest_before(self, number: int, initial: State) -> Checkpoint:
         """The state with which round `number` begins."""
@@ -110,7 +111,22 @@ class CheckpointFolder:
             unpruned = restored(like.x, [tensors["unpruned"]], path)
         if not re.fullmatch(r"[0-9]{1,15}", steps):
             raise StateFolderError(f"the state {path} is damaged: it has no number of steps", "state")
-        return Checkpoint(number, int(steps), state, unpruned)
+        try:
+            largest = float.fromhex(header.get("largest", "0x0p+0"))
+        except ValueError:
+            raise StateFolderError(
+                f"the state {path} is damaged: its largest update is none", "state"
+            ) from None
+        return Checkpoint(number, int(steps), state, unpruned, largest)
+
+    def take_back(self, saved: Checkpoint, initial: State) -> Checkpoint:
+        """A round undone, whose update the server refused: the state is that of the round before. The batches were
+        drawn and are not drawn again."""
+        before = [number for number in self.rounds() if number < saved.round]
+        older = self.load(before[-1], initial) if before else Checkpoint(0, 0, initial)
+        undone = older._replace(round=saved.round, steps=saved.steps)
+        self.save(undone)
+        return undone
 
     # --- files by round -------------------------------------------------------------------------------------
 

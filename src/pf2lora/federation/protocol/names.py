@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 
 from pf2lora.errors import UserError
@@ -28,8 +29,11 @@ def check_sites(sites: Sequence[str]) -> None:
             raise UserError(
                 f"site name {site!r}: use letters, digits, '_' and '-' (at most 64, letters or digits at the ends)"
             )
-        if sites.count(site) > 1:
-            raise UserError(f"two sites are called {site!r}; every site needs a name of its own")
+    twice = [name for name, count in Counter(site.lower() for site in sites).items() if count > 1]
+    if twice:
+        raise UserError(
+            f"two sites are called {twice[0]!r}, but for case; every site needs a name of its own"
+        )
 
 
 def check_name(what: str, name: str) -> None:

@@ -93,6 +93,7 @@ def round_records(
 ) -> list[RoundRecord]:
     """The server's records as result.json has them. What round r served is measured when round r + 1 begins."""
     metrics = workload.task.metrics
+    names = dict(zip(plan.sites, workload.names))
     later = [*(r["scores"] for r in session.records[1:]), final]
 
     def means(answers: dict[str, Any], key: str) -> Numbers | None:
@@ -109,6 +110,7 @@ def round_records(
             served=scores_at(plan, after, "served", metrics),
             before_averaging=scores_at(plan, record["scores"], "before", metrics),
             second_order_share=means(record["scores"], "second_order"),
+            left_out={names[site]: why for site, why in record["refused"].items()},
         )
         for record, after in zip(session.records, later)
     ]

@@ -14,6 +14,7 @@ PROBLEMS = {
     "busy": "its state folder is in use by another process",
     "state": "its saved state cannot be used",
     "loss": "its loss stopped being a number; a smaller lr or client_lr usually helps",
+    "update": "its update is many times larger than any before; a smaller lr or client_lr usually helps",
     "data": "its data or model could not be loaded",
     "labels": "its data has labels that the federation does not name",
     "privacy": "the run would cost it more privacy than its own site.toml allows",
@@ -22,6 +23,9 @@ PROBLEMS = {
     "failed": "it failed",
 }
 """Each code with what it means to the others."""
+
+OF_A_ROUND = ("loss", "update", "refused")
+"""Problems of one round: the site is left out of it and takes part in the next. With others it has stopped."""
 
 
 def problem_code(error: Exception) -> str:

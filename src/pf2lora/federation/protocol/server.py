@@ -14,6 +14,7 @@ from pf2lora import atomic
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Method, Updates, tensors_of
 from pf2lora.core.randomness import participants
+from pf2lora.engines.bad_clients import check_enough
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import private, server_checkpoint
@@ -31,7 +32,7 @@ from pf2lora.federation.protocol.messages import (
     to_tensors,
 )
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.problems import PROBLEMS
+from pf2lora.federation.protocol.problems import OF_A_ROUND, PROBLEMS
 from pf2lora.federation.protocol.server_checkpoint import Knowledge
 from pf2lora.federation.protocol.stopping import out_of_patience
 from pf2lora.methods import METHODS
@@ -47,6 +48,7 @@ class RoundRecord(TypedDict):
     answered: list[str]  # whose updates were merged
     missing: list[str]  # who was asked and did not answer in time
     refused: dict[str, str]  # who was left out, and why
+    take_back: list[str]  # of these, whose update was refused here: the site undoes its round
     stopped: list[str]  # who said that it cannot go on
     bytes: dict[str, int]  # the size of each answer
     scores: dict[str, dict[str, Any]]  # the fields of each answer that was not refused
@@ -151,13 +153,20 @@ class ServerSession:
                 fields["kind"] = "measure"
             elif number in measured:
                 fields["measure_before"] = True
-            found[site] = encode(fields, self.common_for(site))
+            found[site] = encode(fields | self.undo(site), self.common_for(site))
         return found
 
     def finish_requests(self, present: list[str]) -> dict[str, bytes]:
         """After the last round: the last average, to keep and to measure."""
-        fields = {"kind": "finish", "round": self.done + 1}
-        return {site: encode(fields, self.common_for(site)) for site in present}
+        fields: dict[str, Any] = {"kind": "finish", "round": self.done + 1}
+        return {site: encode(fields | self.undo(site), self.common_for(site)) for site in present}
+
+    def undo(self, site: str) -> dict[str, int]:
+        """The round that a site is to undo: its last one, where what it sent then was refused."""
+        for record in reversed(self.records):
+            if site in record["answered"] or site in record["refused"]:
+                return {"take_back": record["round"]} if site in record.get("take_back", ()) else {}
+        return {}
 
     def common_for(self, site: str) -> dict[str, Tensor]:
         """The last answer as this site gets it; nothing before the first average."""
@@ -172,13 +181,15 @@ class ServerSession:
         """Check the updates, merge the usable ones, save. The record says who was left out and why."""
         number = self.done + 1
         read, refused = self.read(answers, number)
-        stopped = [s for s, m in read.items() if m.kind == "problem" and m.fields["code"] != "refused"]
+        told = {s: m.fields["code"] for s, m in read.items() if m.kind == "problem"}
+        stopped = [site for site, code in told.items() if code not in OF_A_ROUND]
         updates = {site: m for site, m in read.items() if m.kind == "update"}
         leaves = self.known_method.leaves(number)
         vectors = {site: to_flat(leaves, m.tensors) for site, m in updates.items() if m.tensors}
         refused |= self.beyond_norm_limit(vectors)
         kept = [s for s in self.plan.sites if s in updates and s not in refused]
         asked = len(self.chosen(number))
+        self.check_strict([s for s in refused if s not in stopped], refused, number)
         if len(kept) < self.plan.needed(asked):
             raise QuorumMissed(number, len(kept), asked, self.plan, missing, refused)
         if vectors:
@@ -190,6 +201,7 @@ class ServerSession:
             "answered": kept,
             "missing": missing,
             "refused": refused,
+            "take_back": [site for site in refused if site not in told],
             "stopped": stopped,
             "bytes": {site: len(data) if isinstance(data, bytes) else 0 for site, data in answers.items()},
             "scores": {site: m.fields for site, m in read.items() if site not in refused},
@@ -198,6 +210,14 @@ class ServerSession:
         self.done = number
         self.save()
         return record
+
+    def check_strict(self, bad: list[str], why: Mapping[str, str], number: int) -> None:
+        """`Diverged` where the run allows fewer bad sites in a round than there are; else the quorum decides."""
+        training, asked = self.config.training, self.chosen(number)
+        if training.strict or training.max_bad_clients is not None:
+            reasons = {asked.index(site): why[site] for site in bad if site in asked}
+            most = 0 if training.strict else training.max_bad_clients
+            check_enough(reasons, [range(len(asked))], asked, number, most)
 
     def read(self, answers: Mapping[str, object], number: int) -> tuple[dict[str, Message], dict[str, str]]:
         """The answers to round `number`, and why sites are left out: a message that is not what it should be, or a
@@ -284,7 +304,8 @@ class ServerSession:
         knowledge, self.common, kept = server_checkpoint.read(path)
         try:
             self.know_method(server_checkpoint.facts_of(knowledge, path))
-            if self.common is not None and self.common.shape != (self.layout.shared,):
+            answered = self.known_method.arrives(knowledge.done).size
+            if self.common is not None and self.common.shape[-1:] != (answered,):
                 raise ValueError("a common adapter of another size")
         except (Malformed, ValueError, KeyError) as error:
             raise server_checkpoint.damaged(path, error) from None

@@ -34,7 +34,8 @@ class Knowledge:
 
 def write(folder: Path, knowledge: Knowledge, common: Tensor | None, kept: list[Tensor]) -> None:
     """All or nothing; the file of the round before stays until the next one is whole."""
-    tensors = {f"{KEPT}{i}": tensor.contiguous() for i, tensor in enumerate(kept)}
+    # Copies: what a server keeps may share memory with its answer.
+    tensors = {f"{KEPT}{i}": tensor.clone() for i, tensor in enumerate(kept)}
     tensors |= {"common": common} if common is not None else {}
     with writing(folder):
         path = folder / f"round-{knowledge.done:06d}.safetensors"

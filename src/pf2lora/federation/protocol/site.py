@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from pf2lora.core.method import State
 from pf2lora.core.privacy import clipped
-from pf2lora.engines.bad_clients import Diverged, UpdateLedger, change, check_enough
+from pf2lora.engines.bad_clients import REMEDY, UpdateLedger, change
 from pf2lora.engines.local import local_steps
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.federation.protocol import private
@@ -18,6 +19,8 @@ from pf2lora.federation.protocol.messages import Message, check_tensors, encode,
 from pf2lora.federation.protocol.site_models import SiteModels
 from pf2lora.federation.protocol.site_setup import SiteSetup
 from pf2lora.run.validation import sampled_judge
+
+logger = logging.getLogger("pf2lora")
 
 
 class SiteSession:
@@ -42,7 +45,7 @@ class SiteSession:
             )
         if request.tensors:
             check_tensors(self.setup.method.arrives(number - 1), request.tensors, self.dtype)
-        state, saved = self.received(number, request.tensors)
+        state, saved = self.received(number, request.tensors, request.fields.get("take_back"))
         if kind == "train":
             return self.train(number, state, saved, request.fields)
         look = self.models.deploy if kind == "finish" else self.models.served
@@ -53,12 +56,16 @@ class SiteSession:
             found = {}
         return encode({"kind": "scores", "round": number} | found)
 
-    def received(self, number: int, tensors: dict[str, torch.Tensor]) -> tuple[State, Checkpoint]:
+    def received(
+        self, number: int, tensors: dict[str, torch.Tensor], take_back: int | None = None
+    ) -> tuple[State, Checkpoint]:
         """The state round `number` begins with: the site's own of its last round, with the server's answer to the round
-        before in it."""
+        before in it. The server may have refused what the site sent last, in round `take_back`."""
         saved = self.latest
         if saved is None or saved.round >= number:
             saved = self.folder.newest_before(number, self.setup.initial)
+        if saved.round == take_back:
+            saved = self.latest = self.folder.take_back(saved, self.setup.initial)
         if not tensors:  # before the first average, or a method that sends nothing
             return saved.state, saved
         method = self.setup.method
@@ -69,7 +76,7 @@ class SiteSession:
 
     def train(self, number: int, state: State, saved: Checkpoint, fields: dict[str, Any]) -> bytes:
         """One round's local steps; the state is on disk before the update leaves."""
-        trial, method, client = self.setup.trial, self.setup.method, self.setup.client
+        trial, method, received = self.setup.trial, self.setup.method, state
         answer: dict[str, Any] = {"kind": "update", "round": number}
         if fields.get("measure_served"):
             answer |= self.models.served(state, saved, number - 1)
@@ -80,8 +87,11 @@ class SiteSession:
         state, stats = local_steps(
             variant, trial.F, state, trial.source, [0], [saved.steps], self.steps, stepper=self.stepper
         )
-        bad = UpdateLedger(1, compare=False).judge([0], stats.loss, change(began, state))
-        check_enough(bad, [[0]], [client], number, 0)
+        ledger = UpdateLedger(1, compare=False, largest=[saved.largest])
+        bad = ledger.judge([0], stats.loss, change(began, state))
+        ledger.close()
+        if bad:
+            return self.left_out(number, received, saved, bad[0], stats.loss)
         answer |= {"steps": self.steps, "loss": float(stats.loss.sum())}
         if stats.second_order is not None:
             share = float(stats.second_order.sum())
@@ -90,16 +100,29 @@ class SiteSession:
             answer["before"] = self.models.before_averaging(state, number)
         stays, leaves = method.send(state, number)
         if leaves.numel() and not bool(torch.isfinite(leaves).all()):
-            raise Diverged(f"the common adapter of {client!r} became infinite in round {number}")
+            return self.left_out(number, received, saved, "what it would send is not finite", leaves)
         if self.privacy:
             answer = {"kind": "update", "round": number, "steps": self.steps}  # no figure of its rows leaves
             _, unmoved = method.send(began, number)
             leaves = clipped(leaves.double() - unmoved.double(), self.privacy.clip).to(leaves)
-        unpruned = None if stays is state else state.x
-        self.latest = Checkpoint(number, saved.steps + self.steps, stays, unpruned)
+        unpruned = None if stays.x is state.x else state.x
+        self.latest = Checkpoint(number, saved.steps + self.steps, stays, unpruned, ledger.largest[0])
         self.folder.save(self.latest)
         tensors = {}
         if leaves.numel():
             (rank,) = method.ranks_of(stays)  # only that part of the common adapter leaves
             tensors = to_tensors(method.leaves(number), leaves[0], rank, self.dtype)
         return encode(answer, tensors)
+
+    def left_out(
+        self, number: int, received: State, saved: Checkpoint, reason: str, figures: torch.Tensor
+    ) -> bytes:
+        """A round that did not go well, as a client of a local run has it: the state it began with stays, the batches
+        move on. The server is told the kind of problem, by whether the `figures` are finite; the log says more."""
+        logger.warning("%r sits round %d out: %s; %s", self.setup.client, number, reason, REMEDY)
+        self.latest = saved._replace(
+            round=number, steps=saved.steps + self.steps, state=received, unpruned=None
+        )
+        self.folder.save(self.latest)
+        code = "update" if bool(torch.isfinite(figures).all()) else "loss"
+        return encode({"kind": "problem", "round": number, "code": code})

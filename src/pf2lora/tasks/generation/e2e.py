@@ -74,6 +74,10 @@ def _find(path: Path, file: str) -> tuple[str, str]:
 
 def _rows(name: str, text: str) -> Iterator[PromptRow]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        reader.fieldnames  # noqa: B018  read with the first line
+    except csv.Error as error:
+        raise UserError(f"{name}, line 1: broken csv ({error})") from None
     if not {"mr", "ref"} <= set(reader.fieldnames or ()):
         raise UserError(f"{name}: no columns 'mr' and 'ref' (columns: {listed(reader.fieldnames or ())})")
     line = 2  # where the row begins; a quoted field may run over several lines
