@@ -40,9 +40,7 @@ def whole(small: Small) -> Tensor:
 
 @pytest.mark.parametrize("method", FEDERATED)
 def test_every_method_gives_the_local_engines_numbers_or_is_refused(tmp_path: Path, method: str) -> None:
-    plan = make_plan(
-        method, config=PRIVATE | {"rounds": 3, "participation": 0.75, "rank": 2, "client_rank": 1}
-    )
+    plan = make_plan(method, config=PRIVATE | {"rounds": 3, "participation": 0.75})
     if method in REFUSED:
         with pytest.raises(UserError, match=f"{method} has no differential privacy"):
             make_small(tmp_path, plan)

@@ -106,6 +106,13 @@ def test_only_the_first_ranks_are_trained_sent_and_counted() -> None:
             assert (before.narrow(axis, 0, 2) != served.narrow(axis, 0, 2)).any()
 
 
+def test_it_says_what_the_residual_costs() -> None:
+    p = regression_problem(rank=6, client_rank=0)
+    (line,) = FedExLoRA(p.layout, trained_rank=2).notes()
+    assert line == "with its residual, what comes back and what a client holds is 3 times the adapter"
+    assert FedExLoRA(p.layout, trained_rank=6).notes() == FedExLoRA(p.layout).notes() == []
+
+
 def test_the_adapter_has_room_for_the_residual() -> None:
     assert FedExLoRA.adapter_ranks(8, 2, {}) == (32, 0)
     assert FedExLoRA.adapter_ranks(8, 2, {"residual_rank": 3}) == (11, 0)

@@ -34,3 +34,9 @@ def test_a_set_stands_for_its_methods() -> None:
 def test_names_that_others_use_are_understood(asked: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         from_settings({"method": [asked]})
+
+
+def test_the_papers_methods_have_a_colour_each_in_figures() -> None:
+    from pf2lora.reproduce.charts import colour
+
+    assert len({colour(name) for name in SETS["paper"]}) == len(SETS["paper"])

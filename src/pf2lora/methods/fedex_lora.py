@@ -68,6 +68,13 @@ class FedExLoRA(Method):
     def set_up(cls, run: Surroundings, settings: Mapping[str, Any]) -> Self:
         return cls(run.layout, trained_rank=run.rank, **settings)
 
+    def notes(self) -> list[str]:
+        ranks = {e.shape[0] for e in self.layout.entries if e.kind == "A"}
+        if not self.trained_rank or ranks <= {self.trained_rank}:
+            return []
+        times = max(ranks) / self.trained_rank
+        return [f"with its residual, what comes back and what a client holds is {times:g} times the adapter"]
+
     # --- the trained part of x: the first r rows of A and columns of B, and the head -------------------------------
 
     def trained(self, entries: tuple[Entry, ...]) -> Layout:

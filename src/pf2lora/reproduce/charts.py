@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pf2lora.data.figure import INK, PALETTE
-from pf2lora.methods import METHODS
+from pf2lora.methods import METHODS, SETS
 from pf2lora.reproduce import tables
 from pf2lora.reproduce.figures import DASHED, STYLE, plain, save
 from pf2lora.reproduce.preset import Preset
@@ -43,8 +43,8 @@ def methods_of(findings: Sequence[Finding]) -> list[str]:
 
 
 def colour(method: str) -> str:
-    """A method has the same colour in every figure; one of another package's is grey."""
-    own = list(METHODS.own)
+    """A method has the same colour in every figure, the paper's each their own; another package's is grey."""
+    own = list(dict.fromkeys([*SETS["paper"], *METHODS.own]))
     return PALETTE[own.index(method) % len(PALETTE)] if method in own else PALETTE[-1]
 
 
