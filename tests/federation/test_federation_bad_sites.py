@@ -89,6 +89,27 @@ def test_a_site_that_starts_again_remembers_its_bad_round(tmp_path: Path, breaks
     assert BAD in small.round()["answered"]
 
 
+def test_with_privacy_nobody_learns_of_a_bad_round(tmp_path: Path, breaks: Any) -> None:
+    """That it went wrong is a figure of the site's rows: what leaves is a zero, in a message like any other."""
+    pytest.importorskip("dp_accounting")
+    breaks(no_loss)
+    private = {"rounds": 3, "dp_noise": 0.5, "dp_clip": 0.05, "dp_noise_seed": 3}
+    small = make_small(tmp_path, make_plan("homlora", config=private))
+    sent: list[tuple[str, bytes]] = []
+    small.tamper = lambda name, data: sent.append((name, data)) or data  # type: ignore[func-returns-value]
+    small.greet()
+    small.round()
+    sent.clear()
+    record = small.round()
+    assert set(record["answered"]) == set(SITES) and not record["refused"]
+    told = {name: messages.decode(data) for name, data in sent}
+    assert len({(tuple(sorted(m.fields)), tuple(sorted(m.tensors))) for m in told.values()}) == 1
+    assert all(not t.any() for t in told[BAD].tensors.values())
+    assert all(any(t.any() for t in m.tensors.values()) for name, m in told.items() if name != BAD)
+    saved = small.sessions[BAD].latest
+    assert saved is not None and saved.steps == 2 * STEPS
+
+
 def test_a_site_whose_update_the_server_refuses_takes_it_back(tmp_path: Path) -> None:
     """It learns of it with the next request: state and optimizer are those of the round before, the batches move on."""
     small = make_small(tmp_path, make_plan("pf2lora", config={"rounds": 4}))

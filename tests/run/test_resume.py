@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from broken_runs import CLOCK_FIELDS, Killed, clocks_standing_still, contents, killed_at, same, unbroken
 from little_world import World, make_world
 from pinned_runs import OF_TASK, write_task
 
 import pf2lora
+from pf2lora.core.method import State, StepStats
+from pf2lora.engines import local
 from pf2lora.methods import METHODS
 from pf2lora.run import checkpoints, comparison, trial
 from pf2lora.run.checkpoints import Checkpoints
+from pf2lora.run.result import load_result
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,6 +142,26 @@ def test_broken_off_near_a_methods_end(
         pf2lora.federate(**settings, out=out)
     pf2lora.federate(**settings, out=out, resume=True)
     same(contents(out), expected)
+
+
+def test_a_run_with_a_bad_client_goes_on_exactly(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was left out, what its updates are held against, and its state are the unbroken run's."""
+    honest = local.local_steps
+
+    def broken(*args: Any, **options: Any) -> tuple[State, StepStats]:
+        state, stats = honest(*args, **options)
+        for column, (i, done) in enumerate(zip(args[4], args[5])):
+            if args[3].names[i] == "south" and done == SMALL["steps"]:
+                stats.loss[1, column] = torch.nan
+        return state, stats
+
+    monkeypatch.setattr(local, "local_steps", broken)
+    settings = world.settings(**SMALL | {"rounds": 4}, method="pf2lora")
+    breaks_and_goes_on(tmp_path / "run", settings, 1, 1, 1)
+    rounds = load_result(tmp_path / "run").methods["pf2lora"].runs[0].rounds
+    assert [list(r.left_out) for r in rounds] == [[], ["south"], [], []]
 
 
 def test_a_method_that_failed_is_not_tried_again(world: World, tmp_path: Path) -> None:

@@ -108,10 +108,15 @@ class SiteSession:
         unpruned = None if stays.x is state.x else state.x
         self.latest = Checkpoint(number, saved.steps + self.steps, stays, unpruned, ledger.largest[0])
         self.folder.save(self.latest)
+        return self.update(answer, stays, leaves)
+
+    def update(self, answer: dict[str, Any], stays: State, leaves: torch.Tensor) -> bytes:
+        """The message with what leaves."""
         tensors = {}
         if leaves.numel():
+            method = self.setup.method
             (rank,) = method.ranks_of(stays)  # only that part of the common adapter leaves
-            tensors = to_tensors(method.leaves(number), leaves[0], rank, self.dtype)
+            tensors = to_tensors(method.leaves(answer["round"]), leaves[0], rank, self.dtype)
         return encode(answer, tensors)
 
     def left_out(
@@ -124,5 +129,10 @@ class SiteSession:
             round=number, steps=saved.steps + self.steps, state=received, unpruned=None
         )
         self.folder.save(self.latest)
+        if (
+            self.privacy
+        ):  # that it went wrong is a figure of its rows, too: it counts as zero, and nobody is told
+            leaves = torch.zeros_like(self.setup.method.send(received, number)[1])
+            return self.update({"kind": "update", "round": number, "steps": self.steps}, received, leaves)
         code = "update" if bool(torch.isfinite(figures).all()) else "loss"
         return encode({"kind": "problem", "round": number, "code": code})
