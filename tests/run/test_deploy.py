@@ -42,7 +42,8 @@ def deployment(monkeypatch: pytest.MonkeyPatch) -> Any:
         training = SimpleNamespace(keep=keep, personal_steps=0)
         config = SimpleNamespace(training=training)
         workload = SimpleNamespace(clients=[None] * clients, validation="rows", config=config)
-        trial: Any = SimpleNamespace(seeds=seeds, workload=workload, method=SimpleNamespace(federated=True))
+        method, schedule = SimpleNamespace(federated=True), SimpleNamespace(privacy=None)
+        trial: Any = SimpleNamespace(seeds=seeds, workload=workload, method=method, schedule=schedule)
         return Deployment(trial)
 
     return make

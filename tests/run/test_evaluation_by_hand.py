@@ -127,13 +127,16 @@ class Asked:
         assert [len(found) for found in answers] == [len(asked) for asked in rows]
         return [{"accuracy": 0.25, "loss": 2.0}, {"accuracy": 0.5}]
 
+    def resampled(self, answers: Any, rows: Any, draws: Any) -> tuple[Any, Any, int]:
+        return answers, rows, draws.shape[1]
+
     def example(self, answer: int, row: str) -> Example | None:
         return None if answer == 2 else Example(row, (), str(answer))
 
 
 def test_scores_and_a_few_examples_of_every_client() -> None:
     task = Asked()
-    clients = [SimpleNamespace(test=list("abcde")), SimpleNamespace(test=list("fg"))]
+    clients = [SimpleNamespace(name="n", test=list("abcde")), SimpleNamespace(name="s", test=list("fg"))]
     test = SimpleNamespace(of=lambda clients: ("encoded rows", clients))
     workload = SimpleNamespace(task=task, test=test, clients=clients)
     trial: Any = SimpleNamespace(workload=workload, model="model", seeds=(7,))
@@ -147,7 +150,9 @@ def test_scores_and_a_few_examples_of_every_client() -> None:
         [("a", "1"), ("c", "3")],
         [("f", "6"), ("g", "7")],
     ]  # of the first three, those that say something
-    measure(trial, Models(x, y), final=True)
+    last = measure(trial, Models(x, y), final=True)
+    assert found.resampled == []  # drawn at the end alone, as many rows as a client has
+    assert last.resampled == [([1, 2, 3, 4, 5], list("abcde"), 5), ([6, 7], list("fg"), 2)]
     assert [final for *_, final in task.asked] == [False, True]
     model, x_asked, y_asked, rows, _ = task.asked[0]
     assert (model, rows) == ("model", ("encoded rows", [0, 1])) and x_asked is x and y_asked is y

@@ -75,7 +75,7 @@ def show_result(result: Result, out: Path | None) -> None:
     )
     console.print(score_table(result))
     for sentence in conclusions(result):
-        console.print(escape(sentence), soft_wrap=True)
+        console.print(escape(sentence))
     for name, method in result.methods.items():
         chosen = choices.sentence(result, name)
         if chosen:
