@@ -205,7 +205,7 @@ def test_commands_check_their_input_before_they_do_anything(tmp_path: Path, kits
         "submit", "--kit", lead, "--sites", "a,a", "--labels", "x,y", "--rounds", "3"
     )
     assert "is no start-up kit" in refused("join", str(tmp_path))
-    assert "there is no config file" in refused("provision", str(tmp_path / "no.toml"))
+    assert "no such config file" in refused("provision", str(tmp_path / "no.toml"))
     (tmp_path / "project.toml").write_text('name = "t"\nhost = "localhost"\nsites = ["a"]\n')
     made = CliRunner().invoke(
         app, ["provision", str(tmp_path / "project.toml"), "--out", str(tmp_path / "kits")]

@@ -60,7 +60,7 @@ def long_run(tmp_path: Path, clients: int, rounds: int) -> Result:
         str(write_jsonl(tmp_path / "data" / f"client-{k}.jsonl", sentences(6, k))) for k in range(clients)
     ]
     model = write_model(tmp_path / "model")
-    settings = FAST | {"rounds": rounds, "steps": 1, "batch_size": 2, "rank": 1, "client_rank": 1}
+    settings = FAST | {"rounds": rounds, "steps": 1, "batch_size": 2, "rank": 2, "client_rank": 1}
     return pf2lora.federate(**settings, model=model, clients=files, out=tmp_path / "run")
 
 
