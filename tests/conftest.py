@@ -76,3 +76,9 @@ def broken(begun: World, tmp_path: Path) -> Iterator[Path]:
         yield out
     shutil.rmtree(out)
     shutil.copytree(tmp_path / "kept", out)
+
+
+@pytest.fixture
+def no_java(monkeypatch: pytest.MonkeyPatch) -> None:
+    """METEOR starts Java, which takes longer than a tiny run; tests of the scores themselves have it."""
+    monkeypatch.setenv("PATH", "")

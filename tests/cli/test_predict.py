@@ -118,6 +118,7 @@ def test_questions_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert code == 2 and "a question needs its context" in err
 
 
+@pytest.mark.usefixtures("no_java")
 def test_prompts_are_continued_as_generate_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

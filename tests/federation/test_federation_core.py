@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_federation import SITES, local_run, make_plan, make_small
+from small_federation import SITES, in_time, local_run, make_plan, make_small
 
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.outcome import sent_bytes
@@ -22,9 +22,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FEDERATED = [name for name, kind in METHODS.items() if kind.federated]
 
 
-@pytest.mark.parametrize("method", FEDERATED)
+ALL: dict[str, Any] = {}
+HALF: dict[str, Any] = {"participation": 0.5, "weighting": "size"}
+
+
 @pytest.mark.parametrize(
-    "variant", [{}, {"participation": 0.5, "weighting": "size"}], ids=["all", "half-by-size"]
+    ("method", "variant"),
+    [
+        *(pytest.param(method, ALL, id=f"all-{method}") for method in FEDERATED),
+        *(pytest.param(m, HALF, id=f"half-by-size-{m}", marks=in_time(m)) for m in FEDERATED),
+    ],
 )
 def test_every_method_gives_the_local_engines_numbers(
     tmp_path: Path, method: str, variant: dict[str, Any]

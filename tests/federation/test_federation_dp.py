@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_federation import SITES, Small, changed, local_run, local_trial, make_plan, make_small
+from small_federation import SITES, Small, changed, in_time, local_run, local_trial, make_plan, make_small
 from torch import Tensor
 
 from pf2lora.errors import UserError
@@ -38,7 +38,7 @@ def whole(small: Small) -> Tensor:
     return private.absolute(setup.method, setup.initial, small.coordinator.common, small.coordinator.done)
 
 
-@pytest.mark.parametrize("method", FEDERATED)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=in_time(m)) for m in FEDERATED])
 def test_every_method_gives_the_local_engines_numbers_or_is_refused(tmp_path: Path, method: str) -> None:
     plan = make_plan(method, config=PRIVATE | {"rounds": 3, "participation": 0.75})
     if method in REFUSED:

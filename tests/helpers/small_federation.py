@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
@@ -23,6 +24,7 @@ from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import RoundRecord, ServerSession
 from pf2lora.federation.protocol.site import SiteSession
 from pf2lora.federation.protocol.site_setup import SiteSetup, build, state_folder
+from pf2lora.methods import SETS
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_dict, from_settings, in_tables, merged
 from pf2lora.run.evaluation import evaluation_rounds
@@ -215,3 +217,9 @@ def local_run(root: Path, plan: Plan, *parts: str) -> tuple[State, torch.Tensor,
     judges = partial(sampled_judge, trial)
     *_, last = train(trial.method, trial.F, trial.state, trial.source, trial.schedule, judges=judges)
     return last.served, last.common[0], trial
+
+
+def in_time(method: str) -> tuple[pytest.MarkDecorator, ...]:
+    """The paper's methods, and some of each other kind, in `make test`; all of them in `make test-all`."""
+    kinds = ("ditto", "flexlora", "rolora", "fedadam", "scaffold", "fedsa-lora", "fedex-lora")
+    return () if method in (*SETS["paper"], *kinds) else (pytest.mark.slow,)

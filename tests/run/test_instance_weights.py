@@ -101,6 +101,7 @@ def test_from_the_command_line(world: World, monkeypatch: pytest.MonkeyPatch, ca
         assert code == 2 and re.search(said, err)
 
 
+@pytest.mark.usefixtures("no_java")
 def test_generation_goes_by_the_prompts_last_token(tmp_path: Path) -> None:
     model, files = write_generation_task(tmp_path, ["north", "south"])
     settings: dict[str, Any] = {"rounds": 1, "steps": 2, "lr": 0.05, "batch_size": 2, "validation_ratio": 0}

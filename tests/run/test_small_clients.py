@@ -16,6 +16,8 @@ import pf2lora
 from pf2lora.errors import UserError
 from pf2lora.run.result import Result
 
+pytestmark = pytest.mark.usefixtures("no_java")
+
 SETTINGS: dict[str, Any] = {
     "rounds": 2,
     "steps": 2,
