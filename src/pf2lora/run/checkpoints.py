@@ -254,13 +254,8 @@ class Checkpoints:
             self.save({"begun": None}, ())
 
     def remove(self) -> None:
-        """The run ended well: nobody goes on from here, and optimizer states are nobody's business."""
-        for path in snapshot.newest_first(self.folder):
-            snapshot.remove(path)
-        snapshot.clear_remains(self.folder)
-        shutil.rmtree(self.folder / FINISHED, ignore_errors=True)
-        if self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
+        """The run ended well."""
+        remove_all(self.folder)
 
     # --- stopping -------------------------------------------------------------------------------------------
 
@@ -271,3 +266,13 @@ class Checkpoints:
 
     def stopped(self, what: str) -> Interrupted:
         return Interrupted(f"{what}; go on with: {self.go_on}", self.interruption.number or 2)
+
+
+def remove_all(folder: Path) -> None:
+    """Nobody goes on from a run that ended well, and optimizer states are nobody's business."""
+    for path in snapshot.newest_first(folder):
+        snapshot.remove(path)
+    snapshot.clear_remains(folder)
+    shutil.rmtree(folder / FINISHED, ignore_errors=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

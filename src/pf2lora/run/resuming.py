@@ -47,6 +47,8 @@ def ended(config: Config, out: Path, *, force: bool = False) -> Result | None:
             f"the run in {str(out)!r} has no checkpoints, and has not finished {left}; --force or another --out starts "
             f"anew"
         )
+    if result:  # it may have been killed while it cleared up
+        checkpoints.remove_all(out / checkpoints.FOLDER)
     return result
 
 
