@@ -113,17 +113,8 @@ def test_killed_anywhere_between_two_writes(
 
 @pytest.mark.slow
 def test_killed_at_every_write_of_two_saves(world: World, out: Path, expected: dict[str, bytes]) -> None:
-    """All over the run, and at everything that it does to the disk when it clears up at its end."""
     calls = disk_calls(world, out)
     for call in sorted({*range(2, calls, max(1, calls // 60)), *range(calls - 14, calls + 1)}):
-        shutil.rmtree(out)
-        die_and_go_on(world, out, [call])
-        same(contents(out), expected)
-
-
-def test_killed_while_it_clears_up(world: World, out: Path, expected: dict[str, bytes]) -> None:
-    calls = disk_calls(world, out)
-    for call in (calls - 8, calls - 3):
         shutil.rmtree(out)
         die_and_go_on(world, out, [call])
         same(contents(out), expected)

@@ -164,6 +164,17 @@ def test_a_run_with_a_bad_client_goes_on_exactly(
     assert [list(r.left_out) for r in rounds] == [[], ["south"], [], []]
 
 
+def test_what_a_kill_left_while_the_run_cleared_up_goes(world: World, tmp_path: Path) -> None:
+    settings = world.settings(**SMALL, method="homlora", out=tmp_path / "run")
+    pf2lora.federate(**settings)
+    ended = contents(tmp_path / "run")
+    for left in ("finished/homlora-0.json", "000003/shared.safetensors"):  # its manifest went first
+        (tmp_path / "run" / "checkpoints" / left).parent.mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints" / left).write_text("{}")
+    pf2lora.federate(**settings, resume=True)
+    same(contents(tmp_path / "run"), ended)
+
+
 def test_a_method_that_failed_is_not_tried_again(world: World, tmp_path: Path) -> None:
     """Its lines in metrics.jsonl are there once, and the result says why it failed."""
     settings = world.settings(**SMALL, method=["homlora", "local"], methods={"homlora": {"lr": 1e30}})
