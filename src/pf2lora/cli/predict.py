@@ -42,28 +42,16 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Answer rows with a client's model: labels with their probabilities, answers to questions, texts."""
-    from pf2lora.data.files import READERS, Record, kind_of
+    from pf2lora.data.files import Record
     from pf2lora.data.writing import check_record_file, write_records
-    from pf2lora.parsing import check_text, read_text
 
-    lines = list(texts or [])
-    is_table = file is not None and kind_of(file) in READERS
-    if file is not None and not is_table:
-        lines += [line for line in read_text(file).splitlines() if line.strip()]
-    if lines and is_table:
-        raise UserError("give texts, or --file with a data file, not both")
-    if not lines and not is_table:
-        raise UserError("nothing to predict: give texts, or --file with a data file or one text a line")
-    if any(not line.strip() for line in lines):
-        raise UserError("an empty text cannot be answered")
-    for line in lines:
-        check_text(line, "the texts")
+    lines, table = asked(texts or [], file)
     if out is not None:
         check_record_file(out, force)
     loaded = open_run(run, method, device, model)
     task, traits = with_columns(loaded.config.task, settings), loaded.saved.traits
-    if is_table and file is not None:
-        records = task.read_records(file)
+    if table is not None:
+        records = task.read_records(table)
     else:
         records = [
             Record(task.typed(t, traits), "the command line", f"text {n}") for n, t in enumerate(lines, 1)
@@ -85,6 +73,24 @@ def predict(
     elif out is None:
         for own, line in zip(found, lines or [first_text(record.values) for record in records]):
             typer.echo(readable(own, line))
+
+
+def asked(texts: list[str], file: Path | None) -> tuple[list[str], Path | None]:
+    """The texts to answer, typed or one a line of a file; or the data file whose rows are."""
+    from pf2lora.data.files import READERS, kind_of
+    from pf2lora.parsing import check_text, read_text
+
+    table = file if file is not None and kind_of(file) in READERS else None
+    lines = list(texts)
+    if file is not None and table is None:
+        lines += [line for line in read_text(file).splitlines() if line.strip()]
+    if lines and table is not None:
+        raise UserError("give texts, or --file with a data file, not both")
+    if not lines and table is None:
+        raise UserError("nothing to predict: give texts, or --file with a data file or one text a line")
+    if any(not line.strip() for line in lines):
+        raise UserError("an empty text cannot be answered")
+    return [check_text(line, "the texts") for line in lines], table
 
 
 def first_text(values: dict[str, Any]) -> str:
