@@ -48,6 +48,7 @@ class _View:
         self.scores = self.estimates(self.point, "mean")
         self.served = self.estimates("served", "mean")
         self.before = self.estimates("before_averaging", "mean")
+        self.seeds = max((e.count for e in self.scores.values()), default=1)
         self.order = sorted(self.scores, key=lambda m: -self.sign * self.scores[m].mean)
 
     def estimates(self, point: Point, what: str) -> dict[str, Estimate]:
@@ -133,7 +134,7 @@ def _local(view: _View) -> str:
         verdict = f"Federating is {'ahead of' if gain > 0 else 'not ahead of'} training alone"
     alone, change = view.label(LOCAL), view.change(view.sign * gain)
     text = f"{verdict}: {view.label(best)}, the best federated method, is {change} against {alone}"
-    return f"{text}{_within(within)}. {_who_gains(view, best, LOCAL)}"
+    return f"{text}{_within(within, view.seeds)}. {_who_gains(view, best, LOCAL)}"
 
 
 def _who_gains(view: _View, method: str, baseline: str) -> str:
@@ -163,7 +164,7 @@ def _own_adapter(view: _View) -> str:
     change = view.change(view.scores[own].mean - view.scores[common].mean)
     return (
         f"The client’s own adapter: {view.label(own)} is {change} against {view.label(common)}, which has "
-        f"the common adapter only{_within(within)}. {_who_gains(view, own, common)}"
+        f"the common adapter only{_within(within, view.seeds)}. {_who_gains(view, own, common)}"
     )
 
 
@@ -241,7 +242,7 @@ def _worst_client(view: _View) -> str:
     within = within_spread(worst[kindest], worst[best])
     return (
         f"{text} {view.label(kindest)} has the best worst client ({view.number(worst[kindest])} against "
-        f"{view.number(worst[best])}{_within(within)})."
+        f"{view.number(worst[best])}{_within(within, view.seeds)})."
     )
 
 
@@ -307,6 +308,7 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _within(within: bool | None) -> str:
+def _within(within: bool | None, seeds: int) -> str:
     """The words after a difference: what test rows and seeds say of it."""
-    return {True: ", which may be chance", False: ", more than chance", None: " in one seed"}[within]
+    told = ", more than chance" if seeds > 1 else " in one seed, more than other test rows would change"
+    return {True: ", which may be chance", False: told, None: " in one seed"}[within]
