@@ -152,10 +152,10 @@ def known_device(name: str) -> None:
         raise unknown("device", name, ("auto", "cpu", "cuda", "cuda:0"))
 
 
-def column_of(records: list[Any]) -> Callable[[str], None]:
+def column_of(records: list[Any]) -> Callable[[str], str]:
     from pf2lora.data.files import columns_of, require_column
 
-    return lambda name: require_column(name, columns_of(records), records[0].file) and None
+    return lambda name: require_column(name, columns_of(records), records[0].file)
 
 
 def shortened(value: Any) -> str:
