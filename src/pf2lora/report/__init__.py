@@ -43,6 +43,12 @@ def build(runs: Result | Sequence[Result], out: str | Path, names: list[str] | N
     return out
 
 
+def is_ours(page: Path) -> bool:
+    """Whether a file is a report of pf2lora, which may be replaced."""
+    with page.open(encoding="utf-8", errors="replace") as file:
+        return GENERATOR in file.read(2000)
+
+
 def render(runs: list[Result], names: list[str] | None = None) -> str:
     """The page as text."""
     import jinja2
