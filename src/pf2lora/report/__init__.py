@@ -10,7 +10,7 @@ from pathlib import Path
 from pf2lora import __version__
 from pf2lora.atomic import make_folder, write_text
 from pf2lora.errors import UserError
-from pf2lora.report import choices, findings, payload, views
+from pf2lora.report import choices, findings, newcomers, payload, views
 from pf2lora.run.result import Result
 
 HERE = Path(__file__).parent
@@ -86,6 +86,7 @@ def render(runs: list[Result], names: list[str] | None = None) -> str:
         headline=views.headline(series, metric),
         decisive=views.decisive(series),
         choices=choices.table(series, metric),
+        newcomers=newcomers.table(runs[0], metric) if len(runs) == 1 else {},
         costs=views.costs(series),
         warnings=views.warnings(series),
         several_seeds=any(len(s.seeds) > 1 for s in series),
