@@ -52,8 +52,8 @@ from pf2lora.federation.protocol import messages, server_checkpoint
 from pf2lora.federation.protocol.allow_list import AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.run_status import read_status
 from pf2lora.federation.protocol.policy import Policy, read_policy, to_toml
+from pf2lora.federation.protocol.run_status import read_status
 from pf2lora.federation.protocol.site_setup import read_site_file
 from pf2lora.methods.homlora import HomLoRA
 from pf2lora.parsing import read_json, read_tensors, read_text
