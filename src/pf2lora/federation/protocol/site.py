@@ -11,8 +11,8 @@ import torch
 from pf2lora.core.method import State
 from pf2lora.core.privacy import clipped
 from pf2lora.engines.bad_clients import REMEDY, UpdateLedger, change
-from pf2lora.engines.local import local_steps
 from pf2lora.engines.stepper import make_stepper
+from pf2lora.engines.steps import local_steps
 from pf2lora.federation.protocol import private
 from pf2lora.federation.protocol.checkpoints import Checkpoint, CheckpointFolder
 from pf2lora.federation.protocol.messages import Message, check_tensors, encode, to_flat, to_tensors
