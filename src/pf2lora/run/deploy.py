@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pf2lora.core.choice import gain
 from pf2lora.core.method import Method, State, moved, over_tensors, put, take
-from pf2lora.engines.local import Round, local_steps, passes
+from pf2lora.engines.local import Round
 from pf2lora.engines.stepper import make_stepper
+from pf2lora.engines.steps import local_steps, passes
 from pf2lora.run.evaluation import Models, finite, models_in_use
 from pf2lora.run.result import Choice
 from pf2lora.run.set_up import Trial

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pf2lora.core.method import Method, State, StepStats, Surroundings
 from pf2lora.data.client import Client
-from pf2lora.engines.local import Round, Schedule, Step, train
+from pf2lora.engines.local import Round, Schedule, train
+from pf2lora.engines.steps import Step
 from pf2lora.methods import METHODS
 from pf2lora.methods.local import Local
 from pf2lora.methods.newcomer import Newcomer
