@@ -130,8 +130,6 @@ def test_clients_of_one_pass_may_have_their_own_rates(setting: str, name: str) -
     p = regression_problem()
     values = [0.02, 0.05, 0.3]
     method = build(setting, p)
-    if name == "client_lr":
-        method = replace(method, client_lr=0.1)
     stacked = {name: p.x.new_tensor(values).unsqueeze(1)}
     s = first = method.init(p.x, p.y)
     for step in range(2):

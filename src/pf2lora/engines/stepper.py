@@ -24,7 +24,8 @@ from pf2lora.engines.rates import StepRates
 logger = logging.getLogger("pf2lora")
 
 NO_RATES: StepRates = MappingProxyType({})
-WARM_UP = 3  # steps before a recording: libraries set up their workspaces in the first ones
+WARM_UP = 3  # steps before the first recording: libraries set up their workspaces in the first ones
+WARM_UP_AGAIN = 1  # before further ones: a new shape may need kernels that are not loaded yet
 
 
 class Stepper(Protocol):
@@ -115,7 +116,7 @@ class GraphStepper:
         aside = side_stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside), no_mask_while_recording():  # a compiled model is compiled here
-            for _ in range(WARM_UP):
+            for _ in range(WARM_UP_AGAIN if self.recordings else WARM_UP):
                 method.step(self.F, place, *held)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
