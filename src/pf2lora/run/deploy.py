@@ -185,15 +185,18 @@ def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Mode
     for i in range(rounds):
         done = (number + i) * schedule.steps
         for variant, together in passes(trial.method, state, learners, per_pass, number + i + 1):
+            part = moved(take(state, together), workload.device)
+            rates = trial.rates.outside(variant, together, part.x)
             part, _ = local_steps(
                 variant,
                 trial.F,
-                moved(take(state, together), workload.device),
+                part,
                 trial.source,
                 together,
                 [done] * len(together),
                 schedule.steps,
                 stepper=stepper,
+                rates=[rates] * schedule.steps,
             )
             put(state, together, part)
         yield models_in_use(trial, state, number + i + 1, received=False)

@@ -84,8 +84,10 @@ class SiteSession:
             state = method.resize(state, sampled_judge(trial, [0]))
         (variant,) = method.variants_for_round(state, number)
         began = state
+        rates = trial.schedule.rates_of(1).of_round(variant, [0], number, state.x)
+        how: dict[str, Any] = {"stepper": self.stepper, "rates": rates}
         state, stats = local_steps(
-            variant, trial.F, state, trial.source, [0], [saved.steps], self.steps, stepper=self.stepper
+            variant, trial.F, state, trial.source, [0], [saved.steps], self.steps, **how
         )
         ledger = UpdateLedger(1, compare=False, largest=[saved.largest])
         bad = ledger.judge([0], stats.loss, change(began, state))
