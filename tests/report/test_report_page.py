@@ -11,7 +11,8 @@ from typing import Any
 
 import chromium
 import pytest
-from result_example import HOSTILE, hostile, make_result, sparse, typed, with_newcomers, without_choices
+from newcomer_example import with_newcomers
+from result_example import HOSTILE, hostile, make_result, sparse, typed, without_choices
 
 from pf2lora.report import build
 from pf2lora.run import numbers

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from result_example import make_result, small, with_newcomers, write
+from newcomer_example import with_newcomers
+from result_example import make_result, small, write
 
 from pf2lora.errors import UserError
 from pf2lora.run.estimates import Estimate, estimate, within_spread
