@@ -16,7 +16,8 @@ from pf2lora.data.client import Client, check_apart, check_name
 from pf2lora.data.loading import read_rows, split_client, with_validation
 from pf2lora.data.split import MINIMUM_ROWS
 from pf2lora.engines.batches import Encoded
-from pf2lora.engines.local import Schedule, Step, train
+from pf2lora.engines.local import Schedule, train
+from pf2lora.engines.steps import Step
 from pf2lora.errors import UserError
 from pf2lora.folder_lock import locked
 from pf2lora.methods import METHODS
