@@ -74,12 +74,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )
     tokenizer = word_tokenizer(words)
     torch.manual_seed(0)
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    small: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     reader = BertForQuestionAnswering(
         BertConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **small)
     )
     letters = byte_tokenizer()
-    ends = {"bos_token_id": letters.bos_token_id, "eos_token_id": letters.eos_token_id}
+    ends: dict[str, Any] = {"bos_token_id": letters.bos_token_id, "eos_token_id": letters.eos_token_id}
     writer = GPT2LMHeadModel(
         GPT2Config(vocab_size=len(letters), n_embd=16, n_layer=1, n_head=2, n_positions=512, **ends)
     )
@@ -120,7 +125,7 @@ def test_the_commands_of_an_example_work(
     monkeypatch.chdir(place / name)
     monkeypatch.syspath_prepend(str(place / name))
     set_here = {"MODEL": tiny.get(name, tiny["classification"]), "GLUE": tiny["GLUE"]}
-    ran = set()
+    ran: set[str] = set()
     for words in lines_of(EXAMPLES / name / "README.md"):
         if words[0] == "export":
             variable = words[1].partition("=")[0]
