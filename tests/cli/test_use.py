@@ -224,16 +224,6 @@ def test_a_newcomer_finds_its_own_size_where_the_runs_clients_do(world: World, t
     assert json.loads((tmp_path / "run" / "clients" / "east" / "onboarding.json").read_text())
 
 
-def test_a_newcomer_without_rows_to_choose_by_has_the_fixed_rate(world: World, tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "east.jsonl", sentences(40, seed=9, flipped=True))
-    found = []
-    for rate in ("auto", 0.03):
-        run = tmp_path / f"run-{rate}"
-        pf2lora.federate(**world.settings(client_lr=rate, client_bias=False, out=run))
-        found.append(onboarding.onboard(opened(run), "east", file, rounds=3))
-    assert found[0].scores == found[1].scores
-
-
 def test_training_alone_is_a_plain_lora_from_scratch(world: World, copy: Path, tmp_path: Path) -> None:
     """The third way of `onboard` is the method `local` on the same rows."""
     file = write_jsonl(tmp_path / "east.jsonl", sentences(40, seed=9))

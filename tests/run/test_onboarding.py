@@ -108,6 +108,16 @@ def test_an_adapter_of_its_own_that_does_harm_is_not_deployed(run: Path, tmp_pat
     assert scores_of(saved) == pytest.approx(record.deploy, abs=1e-6)
 
 
+def test_a_newcomer_without_rows_to_choose_by_has_the_fixed_rate(world: World, tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "east.jsonl", sentences(40, seed=9, flipped=True))
+    found = []
+    for rate in ("auto", 0.03):
+        run = tmp_path / f"run-{rate}"
+        pf2lora.federate(**world.settings(client_lr=rate, client_bias=False, out=run))
+        found.append(onboard(opened(run), "east", file, rounds=3))
+    assert found[0].scores == found[1].scores
+
+
 def test_test_rows_of_its_own(run: Path, file: Path, tmp_path: Path) -> None:
     test = write_jsonl(tmp_path / "test.jsonl", sentences(30, seed=3, flipped=True))
     record = onboard(opened(run), "east", file, rounds=1, test=test)
