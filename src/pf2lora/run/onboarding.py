@@ -118,7 +118,8 @@ class Fitting:
         self.test: Encoded = run.task.encode([client.test], training=False).to(run.device)
         self.validation: Encoded | None = None
         if client.validation:
-            self.validation = run.task.encode([client.validation], training=False).to(run.device)
+            validation = run.task.encode([client.validation], training=False).to(run.device)
+            self.validation = run.task.weighed(validation, self.train)
 
     def judge(self, common: Tensor, personal: Tensor) -> Tensor:
         """The losses on the validation rows, inf where a model's outputs are no numbers."""
