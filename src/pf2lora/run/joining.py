@@ -61,16 +61,18 @@ class Joining:
         if client_lr is None:
             self.client_lr = self.settings.get("client_lr", training.client_lr)
         task, device = run.task, run.device
-        validation = sample = None
+        rows, validation, sample = task.encode([client.train], training=True).to(device), None, None
         if client.validation:
-            validation = task.encode([client.validation], training=False).to(device)
-            sample = task.encode([spread(client.validation, SAMPLE)], training=False).to(device)
+            some = client.validation, spread(client.validation, SAMPLE)
+            validation, sample = (
+                task.weighed(task.encode([part], training=False).to(device), rows) for part in some
+            )
         self.workload = Workload(
             self.config,
             task,
             [client],
             run.model.model,
-            task.encode([client.train], training=True).to(device),
+            rows,
             task.encode([client.test], training=False).to(device),
             validation,
             sample,
