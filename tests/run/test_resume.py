@@ -74,6 +74,7 @@ def test_every_method_goes_on_exactly(method: str, world: World, tmp_path: Path)
         ("pf2lora", {"validation_ratio": 0, "client_lr": 0.03, "head": "personal", "personal_steps": None}),
         ("homlora", {"keep": "last", "weighting": "size", "clients_per_pass": 1}),
         ("local", {"checkpoint_every": 2}),
+        ("pf2lora", {"schedule": "cosine", "warmup": 0.3, "client_lr": 0.03, "participation": 0.67}),
     ],
 )
 def test_every_way_to_run_goes_on_exactly(

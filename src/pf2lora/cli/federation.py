@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pf2lora.cli.federation_site import approve, read_limits
 from pf2lora.cli.options import WRITTEN, ListCommand, configured, read_config
 from pf2lora.errors import UserError
 
@@ -54,6 +55,10 @@ def rehearse(
         "runs/federation"
     ),
     force: Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")] = False,
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", help="A policy.toml that every site has (default: its defaults)."),
+    ] = None,
 ) -> None:
     """Try a whole federation on this machine: authority, server and one process per site, with mutual TLS."""
     from pf2lora.federation import require_nvflare
@@ -64,10 +69,11 @@ def rehearse(
     from pf2lora.federation.flare.rehearse import with_sites
 
     quiet_libraries()
+    limits = read_limits(policy)
     config = with_sites(rehearsal_config(settings, file, sites), sites)
     options = {"deadline": deadline, "quorum": quorum, "norm_limit": norm_limit, "wire": wire}
     try:
-        result = run(config, out, options=options, force=force, tell=tell)
+        result = run(config, out, options=options, force=force, tell=tell, policy=limits)
     except KeyboardInterrupt:
         sys.exit(130)
     if sites is not None and len(result.clients) != sites:
@@ -167,6 +173,7 @@ def submit(
 
 
 app.command(cls=ListCommand)(submit)
+app.command()(approve)
 
 
 @app.command()

@@ -24,9 +24,11 @@ from pf2lora.core.method import (
 )
 from pf2lora.core.privacy import Mechanism
 from pf2lora.core.randomness import participants
+from pf2lora.core.rates import CONSTANT, RateSchedule
 from pf2lora.engines.bad_clients import UpdateLedger, check_enough, without
 from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.private import common_start, noisy
+from pf2lora.engines.rates import Rates
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.engines.steps import LocalTraining, OnStep, ignore
 from pf2lora.errors import UserError
@@ -40,7 +42,8 @@ class Schedule:
     training data, `clients_per_pass` bounds memory and changes no number. A run with several `seeds` is as many
     federations of the same clients side by side, which share passes and nothing else. `max_bad` clients may be left
     out of a federation's round as bad ones (None: half of its participants); `compare_updates` off, nobody is judged
-    by the others' updates. `privacy` puts noise on the averages.
+    by the others' updates. `privacy` puts noise on the averages. `rates` change over the run's steps; where `own_rates`
+    are given, one table for each of `seeds`, the federations differ by these numbers of their method, too.
     """
 
     rounds: int
@@ -52,6 +55,8 @@ class Schedule:
     max_bad: int | None = None
     compare_updates: bool = True
     privacy: Mechanism | None = None
+    rates: RateSchedule = CONSTANT
+    own_rates: tuple[Mapping[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps"):
@@ -65,6 +70,10 @@ class Schedule:
             raise UserError(f"weighting is {self.weighting!r}; it must be 'uniform' or 'size'")
         if self.clients_per_pass is not None and self.clients_per_pass < 1:
             raise UserError(f"clients_per_pass is {self.clients_per_pass}; it must be at least 1")
+
+    def rates_of(self, clients: int) -> Rates:
+        """The rates of all learners, of whom each seed has `clients`."""
+        return Rates(self.rates, self.rounds, self.steps, clients, self.own_rates)
 
 
 class After(NamedTuple):
@@ -141,7 +150,10 @@ def train(
     state = over_tensors(lambda t: t.to(home, copy=True), state)
     served = state
     stepper = make_stepper(F, device, graphs=graphs)
-    local = LocalTraining(method, F, source, schedule.steps, per_pass, device, stepper, on_step, judges)
+    rates = schedule.rates_of(clients)
+    local = LocalTraining(
+        method, F, source, schedule.steps, per_pass, rates, device, stepper, on_step, judges
+    )
     steps_done = list(after.steps_done) or [0] * learners
     servers = over_tensors(lambda t: t.to(home), after.servers)
     servers = servers or tuple(method.first_server(state.x[:0, 0]) for _ in seeds)

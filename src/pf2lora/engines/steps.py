@@ -11,7 +11,8 @@ import torch
 from pf2lora.core.method import Judge, Loss, Method, State, StepStats, moved, put, take
 from pf2lora.engines.bad_clients import UpdateLedger, change, lost
 from pf2lora.engines.batches import BatchSource
-from pf2lora.engines.stepper import PlainStepper, Stepper
+from pf2lora.engines.rates import Rates, StepRates
+from pf2lora.engines.stepper import NO_RATES, PlainStepper, Stepper
 
 
 class Step(NamedTuple):
@@ -39,8 +40,10 @@ def local_steps(
     steps: int,
     on_step: OnStep = ignore,
     stepper: Stepper | None = None,
+    rates: Sequence[StepRates] = (),
 ) -> tuple[State, StepStats]:
     """`steps` local steps of `clients`, whose states are `state`; `first_step` says how many each has done before.
+    `rates` has each step's, where they are not the method's numbers.
 
     A site of a federation calls this with one client, the local engine with as many as it trains at once.
     """
@@ -51,7 +54,7 @@ def local_steps(
             source.draw(clients, [(done + i) * method.draws + d for done in first_step])
             for d in range(method.draws)
         ]
-        state, stats = step(method, state, batches)
+        state, stats = step(method, state, batches, rates[i] if rates else NO_RATES)
         collected.append(stats)
         on_step(Step(method, len(clients), tuple(batch.length for batch in batches)))
     losses = torch.stack([r.loss for r in collected])
@@ -105,6 +108,7 @@ class LocalTraining:
     source: BatchSource
     steps: int
     per_pass: int
+    rates: Rates
     device: torch.device | str
     stepper: Stepper
     on_step: OnStep = ignore
@@ -126,9 +130,9 @@ class LocalTraining:
             if method.resizes and self.judges is not None and number > 1:
                 part = method.resize(part, self.judges(together))
             done = [steps_done[i] for i in together]
-            trained, stats = local_steps(
-                variant, self.F, part, self.source, together, done, self.steps, self.on_step, self.stepper
-            )
+            rates = self.rates.of_round(variant, together, number, part.x)
+            how = self.on_step, self.stepper, rates
+            trained, stats = local_steps(variant, self.F, part, self.source, together, done, self.steps, *how)
             bad = ledger.judge(together, stats.loss, change(part, trained))
             good = [column for column, i in enumerate(together) if i not in bad]
             if good:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -109,10 +109,14 @@ class Deployment:
         rounds = PERSONAL_ROUNDS if steps is None else -(-steps // trial.schedule.steps)
         if not trial.method.federated or rounds == 0:
             return None
+        return self.try_steps(PERSONAL, done.number, alone(trial, state, done.number, rounds))
+
+    def try_steps(self, name: str, number: int, models: Iterable[Models]) -> Models:
+        """One more candidate of the last round: of `models`, each learner keeps its best."""
         tried = Kept(self.learners)
-        for models in alone(trial, state, done.number, rounds):
-            tried.offer(PERSONAL, done.number, self.judge(*models).cpu(), models)
-        self.last[PERSONAL] = tried
+        for found in models:
+            tried.offer(name, number, self.judge(*found).cpu(), found)
+        self.last[name] = tried
         return tried.held
 
     def choices(self) -> list[Choice]:
@@ -181,15 +185,18 @@ def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Mode
     for i in range(rounds):
         done = (number + i) * schedule.steps
         for variant, together in passes(trial.method, state, learners, per_pass, number + i + 1):
+            part = moved(take(state, together), workload.device)
+            rates = trial.rates.outside(variant, together, part.x)
             part, _ = local_steps(
                 variant,
                 trial.F,
-                moved(take(state, together), workload.device),
+                part,
                 trial.source,
                 together,
                 [done] * len(together),
                 schedule.steps,
                 stepper=stepper,
+                rates=[rates] * schedule.steps,
             )
             put(state, together, part)
         yield models_in_use(trial, state, number + i + 1, received=False)
