@@ -149,7 +149,8 @@ def test_no_screen_where_none_can_be_drawn(monkeypatch: Any) -> None:
 
 
 def test_plain_lines_come_now_and_then(capsys: Any) -> None:
-    clock, notes = Hand(), []
+    clock = Hand()
+    notes: list[str] = []
     lines = plain_log.Lines(notes.append, clock)
     record = RoundRecord(2, 0.1, [0.5, 0.25], served={"accuracy": [0.75, 0.25]})
     for seconds, event in (
