@@ -17,6 +17,12 @@ RULES = "Timeouts and update checks"
 Deadline = Annotated[
     float, typer.Option("--deadline", help="Seconds a round waits for its sites.", rich_help_panel=RULES)
 ]
+FinalDeadline = Annotated[
+    float,
+    typer.Option(
+        "--final-deadline", help="Seconds for the last scores, where text is written.", rich_help_panel=RULES
+    ),
+]
 Quorum = Annotated[
     float,
     typer.Option("--quorum", help="Fraction of a round's sites that must answer.", rich_help_panel=RULES),
@@ -47,6 +53,7 @@ def rehearse(
         int | None, typer.Option("--sites", help="Number of sites (4 with the embedded data).")
     ] = None,
     deadline: Deadline = 600.0,
+    final_deadline: FinalDeadline = 3600.0,
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
@@ -65,7 +72,13 @@ def rehearse(
 
     quiet_libraries()
     config = with_sites(rehearsal_config(settings, file, sites), sites)
-    options = {"deadline": deadline, "quorum": quorum, "norm_limit": norm_limit, "wire": wire}
+    options = {
+        "deadline": deadline,
+        "final_deadline": final_deadline,
+        "quorum": quorum,
+        "norm_limit": norm_limit,
+        "wire": wire,
+    }
     try:
         result = run(config, out, options=options, force=force, tell=tell)
     except KeyboardInterrupt:
@@ -139,6 +152,7 @@ def submit(
     labels: Annotated[str, typer.Option("--labels", help="Every label of the federation: neg,pos.")] = "",
     name: Annotated[str, typer.Option("--name", help="The run's name; the same name resumes.")] = "run",
     deadline: Deadline = 600.0,
+    final_deadline: FinalDeadline = 3600.0,
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
@@ -148,16 +162,13 @@ def submit(
     from pf2lora.federation.protocol.plan import Plan
 
     config = read_config(settings, file)
-    if config.task.labelled and not labels:
-        raise UserError(
-            "--labels is missing: no one sees all the data, so the labels are named (--labels neg,pos)"
-        )
     plan = Plan.of(
         config,
         name,
         tuple(sites.split(",")),
         tuple(labels.split(",") if labels else ()),
         deadline=deadline,
+        final_deadline=final_deadline,
         quorum=quorum,
         norm_limit=norm_limit,
         wire=wire,

@@ -87,7 +87,7 @@ def read_site_file(path: Path, columns: Sequence[str] | None = None) -> SiteFile
     """The site's own file, checked; an unknown key is named. `columns` are the run's task's settings that name columns
     of data files (without a run yet: any task's); with the files themselves, they are what `[data]` may hold."""
     if columns is None:
-        columns = sorted({name for task in TASKS.own for name in column_settings(TASKS[task])})
+        columns = sorted({name for task in TASKS for name in column_settings(TASKS[task])})
     if not path.is_file():
         raise UserError(f"{path} is missing: it names this site's data, base model and state folder")
     values = read_toml(path)
@@ -138,7 +138,8 @@ def site_config(plan: Plan, file: Path) -> tuple[Config, SiteFile]:
 
 def state_folder(plan: Plan, file: Path) -> Path:
     """Where a site keeps the state of this run, by its own file."""
-    return file.parent / read_site_file(file).state / plan.name
+    columns = column_settings(type(plan.run.task))
+    return file.parent / read_site_file(file, columns).state / plan.name
 
 
 def load_client(config: Config, plan: Plan, name: str) -> tuple[Client[Any], list[str]]:
@@ -161,7 +162,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     config, own = site_config(plan, file)
     check_spending(plan, own.max_epsilon)
     client, labels = load_client(config, plan, own.name or site)
-    workload = load_workload(config, clients=[client], labels=labels)
+    workload = load_workload(config, clients=[client], labels=labels, metric=plan.metric)
     base = workload.base
     fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
     place = plan.sites.index(site), len(plan.sites)
