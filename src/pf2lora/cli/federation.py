@@ -206,10 +206,19 @@ def status(kit: LeadKit) -> None:
 
 @app.command()
 def stop(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
-    """Stop a run; `submit` with the same name resumes it."""
+    """Stop a run; `resume` goes on with it."""
     from pf2lora.federation.flare import admin
 
     ids = admin.stop_run(kit, name)
     if not ids:
         raise UserError(f"no run {name!r} is going on")
     typer.echo(f"run {name!r} is stopped")
+
+
+@app.command()
+def resume(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
+    """Go on with a run that was stopped or lost its quorum, as it was submitted."""
+    from pf2lora.federation.flare import admin
+
+    job = admin.resume_run(kit, name)
+    typer.echo(f"run {name!r} goes on as job {job}")
