@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,7 +22,7 @@ from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 from nvflare.fuel.flare_api.api_spec import InternalError
 
 from pf2lora.errors import UserError
-from pf2lora.federation.flare import admin
+from pf2lora.federation.flare import admin, resumer
 from pf2lora.federation.flare.resumer import CONTINUES, JobStore, RunResumer
 from pf2lora.federation.protocol.run_status import Status, read_lines, run_folder, write_status
 
@@ -31,11 +33,15 @@ class Server:
     def __init__(self, root: Path) -> None:
         self.store, self.resumer, self.root = JobStore(), RunResumer(), root
         parts = {"job_store": FilesystemStorage(), SystemComponents.JOB_MANAGER: self.store}
-        engine = Mock(spec=ServerEngineSpec, get_component=parts.get)
+        self.there: list[str] = []  # sites that are connected
+        clients = lambda: [SimpleNamespace(name=site) for site in self.there]  # noqa: E731
+        engine = Mock(spec=ServerEngineSpec, get_component=parts.get, get_clients=clients)
         self.context = FLContext()
         self.context.get_engine = lambda: engine  # type: ignore[method-assign]
 
-    def job(self, name: str, status: RunStatus, run: str | None = None, at: int = 0) -> str:
+    def job(
+        self, name: str, status: RunStatus, run: str | None = None, at: int = 0, present: Sequence[str] = ()
+    ) -> str:
         """A job in the store; `run` is the state of its run."""
         meta: dict[str, Any] = {"name": name, "min_clients": 2, "submitter_name": "lead@example.org"}
         job = str(self.store.create(meta, b"the job", self.context)["job_id"])
@@ -43,7 +49,7 @@ class Server:
         if run is not None:
             folder = run_folder(self.root, name)
             folder.mkdir(parents=True, exist_ok=True)
-            write_status(folder, Status(run, at, 9, job))
+            write_status(folder, Status(run, at, 9, job, present=list(present)))
         return job
 
     def start(self) -> None:
@@ -108,6 +114,22 @@ def test_a_queued_run_does_not_overtake_a_continuation(server: Server) -> None:
     server.store.set_status(first, RunStatus.FINISHED_COMPLETED, server.context)
     server.end(first)
     assert server.waiting() == [("first", first)]  # alone: while it waits for its sites, nobody overtakes it
+
+
+def test_a_continuation_waits_a_while_for_the_sites_that_were_there(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without, a restarted server would begin with whoever finds it first, and the others miss a round."""
+    dead = server.job("first", RunStatus.RUNNING, "running", present=["a", "b"])
+    server.job("second", RunStatus.SUBMITTED)
+    server.there = ["a"]
+    server.start()
+    assert server.waiting() == []
+    server.there = ["b", "c", "a"]
+    assert server.waiting() == [("first", dead)]
+    server.there = ["a"]
+    monkeypatch.setattr(resumer, "RETURN", -1.0)  # as if it had waited
+    assert server.waiting() == [("first", dead)]
 
 
 class Lead:

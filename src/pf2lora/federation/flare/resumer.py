@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,7 +25,13 @@ from pf2lora.federation.protocol.run_status import (
 )
 
 TRIES = 3  # continuations without a finished round in between
-CONTINUES = "pf2lora_continues"  # in a job's description: the job that it continues
+CONTINUES, AWAITS = (
+    "pf2lora_continues",
+    "pf2lora_awaits",
+)  # in a job's description: what it continues, and with whom
+RETURN = (
+    60.0  # seconds that a continuation waits for the sites that were there, which a restart keeps from it
+)
 
 
 class RunResumer(FLComponent):
@@ -69,7 +76,7 @@ class RunResumer(FLComponent):
             if unfinished and state not in (RunStatus.SUBMITTED, RunStatus.FINISHED_ABORTED):
                 if status is not None:
                     append_line(folder, "the server was started again: the run goes on")
-                self.continue_job(job.job_id, fl_ctx)
+                self.continue_job(job.job_id, status.present if status else [], fl_ctx)
 
     def heard(self, site: str, registered: bool) -> None:
         """A site found this server: it registered, or its heartbeat goes on after the server was started again."""
@@ -104,14 +111,14 @@ class RunResumer(FLComponent):
                 write_status(folder, status)
                 append_line(folder, status.line)
             else:
-                self.continue_job(status.job, fl_ctx)
+                self.continue_job(status.job, status.present, fl_ctx)
 
-    def continue_job(self, ended: str, fl_ctx: FLContext) -> None:
-        """Submit the job that ended once more, in its submitter's name; it keeps its place before runs that wait."""
+    def continue_job(self, ended: str, sites: list[str], fl_ctx: FLContext) -> None:
+        """Submit the job that ended once more, in its submitter's name, for the `sites` that were there."""
         manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
         job = manager.get_job(ended, fl_ctx)
         meta = {key.value: job.meta[key.value] for key in CARRIED if key.value in job.meta}
-        manager.clone(ended, meta | {CONTINUES: ended}, fl_ctx)
+        manager.clone(ended, meta | {CONTINUES: ended, AWAITS: sites}, fl_ctx)
 
 
 def note(folder: Path, site: str) -> None:
@@ -148,7 +155,11 @@ class JobStore(SimpleJobDefManager):
         nobody overtakes it."""
         waiting: list[Job] = super().get_jobs_to_schedule(fl_ctx)
         continued = sorted((job for job in waiting if CONTINUES in job.meta), key=submitted)
-        return continued[:1] or waiting
+        if not continued:
+            return waiting
+        there = {client.name for client in fl_ctx.get_engine().get_clients()}
+        late = time.time() - submitted(continued[0]) > RETURN
+        return continued[:1] if late or there.issuperset(continued[0].meta.get(AWAITS, ())) else []
 
     def __init__(self) -> None:
         super().__init__(uri_root=str(Path.cwd() / "store" / "jobs"))
