@@ -20,6 +20,7 @@ import typer
 import pf2lora
 from pf2lora import cli
 from pf2lora.federation.flare.provision import read_project
+from pf2lora.federation.protocol.policy import read_policy
 from pf2lora.federation.protocol.site_setup import read_site_file
 from pf2lora.run.config import from_dict, setting_names
 from pf2lora.run.result import Result, RoundRecord, SeedRun, from_json
@@ -66,6 +67,8 @@ def test_toml_is_read_by_whatever_reads_such_a_file(block: Block, tmp_path: Path
         read_project(file)
     elif "state" in values:
         read_site_file(file)
+    elif "min_rows" in values:
+        read_policy(file)
     elif "project" in values:
         assert {f"pf2lora.{what}" for what in ("methods", "tasks")} >= set(values["project"]["entry-points"])
     else:

@@ -12,7 +12,8 @@ from tiny import Problem, RegressionSource, regression_problem, tiny_data, tiny_
 
 from pf2lora.core.method import Method, State, over_tensors, put, take
 from pf2lora.engines.batches import Batch, EncodedSource
-from pf2lora.engines.local import Round, Schedule, Step, train
+from pf2lora.engines.local import Round, Schedule, train
+from pf2lora.engines.steps import Step
 from pf2lora.methods.homlora import HomLoRA
 from pf2lora.methods.local import Local
 from pf2lora.methods.pf2lora import PF2LoRA

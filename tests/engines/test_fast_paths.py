@@ -17,6 +17,7 @@ from tiny import CONFIGS, tiny_data, tiny_model, tiny_problem
 
 from pf2lora.adapters.architectures import ARCHITECTURES, needed_mask
 from pf2lora.core.method import State, StepStats, over_tensors
+from pf2lora.core.rates import RateSchedule
 from pf2lora.engines import local
 from pf2lora.engines.batches import EncodedSource, batch_rows_by_length, stream_rows
 from pf2lora.engines.local import Schedule, train
@@ -159,17 +160,18 @@ def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pf2lora", {"hypergradient_mode": "auto", "precision": "bfloat16"}),
     ],
 )
+@pytest.mark.parametrize("rates", [RateSchedule(), RateSchedule("linear", 0.25)], ids=["constant", "linear"])
 def test_replays_begin_where_the_last_step_ended(
-    name: str, options: dict[str, Any], stand_in_graphs: None
+    name: str, options: dict[str, Any], rates: RateSchedule, stand_in_graphs: None
 ) -> None:
-    """Steps of several lengths, methods and passes: each replay has the state and the batches of its own step."""
+    """Steps of several lengths, methods and passes: each replay has the state, batches and rates of its own step."""
     runs = []
     for graphs, per_pass in ((False, None), (True, None), (True, 2)):
         p = tiny_problem("roberta")
         method = METHODS[name](p.layout, **RATES.get(name, {}), **options)
         assert isinstance(p.source, EncodedSource)
         source = replace(p.source, window=4, alike=method.draws)
-        schedule = Schedule(3, 4, clients_per_pass=per_pass)
+        schedule = Schedule(3, 4, clients_per_pass=per_pass, rates=rates)
         StandInGraph.replays = 0
         rounds = [
             r.kept() for r in train(method, p.F, method.init(p.x, p.y), source, schedule, graphs=graphs)
@@ -186,8 +188,9 @@ def test_replays_begin_where_the_last_step_ended(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+@pytest.mark.parametrize("rates", [RateSchedule(), RateSchedule("linear", 0.25)], ids=["constant", "linear"])
 @pytest.mark.parametrize("name", ["pf2lora", "homlora", "per-fedavg", "hetlora"])
-def test_recorded_steps_and_waiting_clients_give_the_plain_numbers(name: str) -> None:
+def test_recorded_steps_and_waiting_clients_give_the_plain_numbers(name: str, rates: RateSchedule) -> None:
     """Plain on the device; recorded as CUDA graphs; recorded with two clients a pass and the others on the host."""
     device = torch.device("cuda")
     runs = []
@@ -199,7 +202,7 @@ def test_recorded_steps_and_waiting_clients_give_the_plain_numbers(name: str) ->
         method = METHODS[name](p.layout, **options)
         assert isinstance(p.source, EncodedSource)
         source = EncodedSource(p.source.data.to(device), p.source.names, 4, seeds=(0,), alike=method.draws)
-        schedule = Schedule(3, 4, clients_per_pass=per_pass)
+        schedule = Schedule(3, 4, clients_per_pass=per_pass, rates=rates)
         rounds = train(method, p.F, method.init(p.x, p.y), source, schedule, device=device, graphs=graphs)
         *_, last = rounds
         assert last.served.x.device.type == ("cuda" if per_pass is None else "cpu")

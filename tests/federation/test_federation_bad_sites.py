@@ -11,7 +11,7 @@ import torch
 from small_federation import SITES, changed, local_run, make_plan, make_small
 
 from pf2lora.core.method import State, StepStats, tensors_of
-from pf2lora.engines import local
+from pf2lora.engines import steps as engine_steps
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.federation.protocol import messages, site
 from pf2lora.federation.protocol.problems import PROBLEMS
@@ -25,7 +25,7 @@ BAD, STEPS = "site-2", 2  # breaks in its second round
 @pytest.fixture
 def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[State, StepStats, int], None]], None]:
     """Have something done to the bad site's state and stats after the local steps of its second round."""
-    honest = local.local_steps
+    honest = engine_steps.local_steps
 
     def install(harm: Callable[[State, StepStats, int], None]) -> None:
         def broken(*args: Any, **options: Any) -> tuple[State, StepStats]:
@@ -36,7 +36,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[State, StepSt
                     harm(state, stats, column)
             return state, stats
 
-        monkeypatch.setattr(local, "local_steps", broken)
+        monkeypatch.setattr(engine_steps, "local_steps", broken)
         monkeypatch.setattr(site, "local_steps", broken)
 
     return install

@@ -24,6 +24,7 @@ FEDERATED = [name for name, kind in METHODS.items() if kind.federated]
 
 ALL: dict[str, Any] = {}
 HALF: dict[str, Any] = {"participation": 0.5, "weighting": "size"}
+RATES: dict[str, Any] = {"schedule": "cosine", "warmup": 0.3, "class_weights": "balanced"}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,7 @@ HALF: dict[str, Any] = {"participation": 0.5, "weighting": "size"}
     [
         *(pytest.param(method, ALL, id=f"all-{method}") for method in FEDERATED),
         *(pytest.param(m, HALF, id=f"half-by-size-{m}", marks=in_time(m)) for m in FEDERATED),
+        *(pytest.param(m, RATES | HALF, id=f"rates-{m}") for m in ("pf2lora", "homlora-bias", "fedadam")),
     ],
 )
 def test_every_method_gives_the_local_engines_numbers(

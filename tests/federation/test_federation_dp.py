@@ -16,11 +16,12 @@ from pf2lora.federation.protocol import messages, private
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.outcome import collect
+from pf2lora.federation.protocol.policy import PolicyBroken
 from pf2lora.federation.protocol.problems import problem_code
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.site_setup import build
 from pf2lora.methods import METHODS
-from pf2lora.run.privacy import TooMuchSpent, epsilon
+from pf2lora.run.privacy import epsilon
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed (pip install 'pf2lora[privacy]')")
@@ -169,13 +170,15 @@ def test_a_site_stays_out_of_what_costs_it_more_than_it_allows(
 ) -> None:
     small = make_small(tmp_path, make_plan("homlora", config=config))
     file = small.files[SITES[0]]
-    file.write_text(f"max_epsilon = {limit}\n" + file.read_text())
+    file.with_name("policy.toml").write_text(f"max_epsilon = {limit}\n")
     if takes_part:
         build(small.plan, file, SITES[0])
         return
-    with pytest.raises(TooMuchSpent, match=f"this site's max_epsilon is {limit:g}") as refused:
+    with pytest.raises(
+        PolicyBroken, match=f"its policy's max_epsilon is {limit:g}, and the run has"
+    ) as refused:
         build(small.plan, file, SITES[0])
-    assert problem_code(refused.value) == "privacy"
+    assert problem_code(refused.value) == "policy"
 
 
 def test_what_is_refused_locally_is_refused_by_server_and_site(tmp_path: Path) -> None:

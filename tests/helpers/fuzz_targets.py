@@ -52,6 +52,7 @@ from pf2lora.federation.protocol import messages, server_checkpoint
 from pf2lora.federation.protocol.allow_list import AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.policy import Policy, read_policy, to_toml
 from pf2lora.federation.protocol.run_status import read_status
 from pf2lora.federation.protocol.site_setup import read_site_file
 from pf2lora.methods.homlora import HomLoRA
@@ -178,6 +179,7 @@ TARGETS: dict[str, Target] = {
     "config": Target("c/config.toml", lambda: [CONFIG.encode()], read_config, TEXT, weight=3),
     "preset": Target("mine.toml", preset_seeds, read_preset, TEXT),
     "site": Target("site.toml", lambda: [SITE], read_site_file, TEXT),
+    "policy": Target("policy.toml", lambda: [to_toml(Policy()).encode()], read_policy, TEXT),
     "jsonl": Target("a.jsonl", lambda: [TEXTS], rows(CLASSES), ROWS, weight=3),
     "json": Target(
         "a.json",

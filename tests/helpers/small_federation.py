@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.allow_list import AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, to_toml
 from pf2lora.federation.protocol.server import RoundRecord, ServerSession
 from pf2lora.federation.protocol.site import SiteSession
 from pf2lora.federation.protocol.site_setup import SiteSetup, build, state_folder
@@ -95,7 +96,14 @@ def write_site_file(
         f'[data]\nclients = ["{root / "train" / rows}.jsonl"]\ntest = ["{root / "test" / rows}.jsonl"]\n{more}',
         encoding="utf8",
     )
+    write_policy(path.parent)
     return path
+
+
+def write_policy(folder: Path) -> None:
+    """The batches of the local engine, whose numbers are compared; the limits are tests of their own."""
+    own = Policy(min_batch_size=1, min_steps=1, min_rows=1, public_batch_order=True)
+    (folder / POLICY_FILE).write_text(to_toml(own), encoding="utf8")
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -185,12 +193,14 @@ class Small:
         self.coordinator.finish(self.ask(self.coordinator.finish_requests(list(self.files))))
 
 
-def make_small(root: Path, plan: Plan, **changes: Any) -> Small:
-    """The sites' files under `root`, and the federation on them."""
+def make_small(root: Path, plan: Plan, policies: Mapping[str, str] | None = None, **changes: Any) -> Small:
+    """The sites' files under `root`, and the federation on them; `policies` are policy.toml files of some sites."""
     if not (root / "model").exists():
         write_model(root / "model")
         write_data(root)
     files = {site: write_site_file(root / "sites" / site / "site.toml", root, site) for site in plan.sites}
+    for site, text in (policies or {}).items():
+        files[site].with_name(POLICY_FILE).write_text(text, encoding="utf8")
     return Small(plan, root, files, **changes)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from small_federation import Small, make_small, settings, write_data, write_model
+from small_federation import Small, make_small, settings, write_data, write_model, write_policy
 from small_federation import make_plan as make_classification_plan
 from tiny_tasks import write_generation_task, write_question_task
 from torch import Tensor
@@ -74,6 +74,7 @@ def make_world(
     for name, file in zip(names, files):
         sites[name] = root / "sites" / name / "site.toml"
         sites[name].parent.mkdir(parents=True)
+        write_policy(sites[name].parent)
         sites[name].write_text(
             f'model = "{model}"\nstate = "{root / "state" / name}"\ndevice = "cpu"\n[data]\nclients = ["{file}"]\n'
         )

@@ -257,4 +257,4 @@ def build(setting: str, p: Problem, **changes: Any) -> Method:
     kind, options = SETTINGS[setting]
     if "personal_layout" in kind.derived:
         options = options | {"personal_layout": p.personal_layout}
-    return kind(p.layout, lr=0.01, **(options | changes))
+    return kind(p.layout, **{"lr": 0.01} | options | changes)

@@ -43,6 +43,8 @@ OTHERS: dict[str, Any] = {  # a value other than the default for every setting
     "client_rank": 3,
     "lr": 0.5,
     "client_lr": 0.25,
+    "schedule": "cosine",
+    "warmup": 0.25,
     "weight_decay": 0.125,
     "hypergradient_mode": "exact",
     "batches": 4,

@@ -14,7 +14,7 @@ from tiny import regression_problem, tiny_data
 from pf2lora.adapters.two_level import factor_entries
 from pf2lora.core.layout import Layout
 from pf2lora.engines.batches import EncodedSource
-from pf2lora.engines.local import Step
+from pf2lora.engines.steps import Step
 from pf2lora.methods.hetlora import HetLoRA
 from pf2lora.methods.homlora import HomLoRA
 from pf2lora.methods.local import Local

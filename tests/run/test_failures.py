@@ -12,7 +12,7 @@ from little_world import World, command_line, make_world
 
 import pf2lora
 from pf2lora.core.method import State, StepStats
-from pf2lora.engines import local
+from pf2lora.engines import steps as engine_steps
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.report import render
 from pf2lora.run import comparison
@@ -29,7 +29,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture
 def south_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three clients has no loss in the second step of round 1."""
-    honest = local.local_steps
+    honest = engine_steps.local_steps
 
     def broken(*args: Any) -> tuple[State, StepStats]:
         state, stats = honest(*args)
@@ -39,7 +39,7 @@ def south_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
                 stats.loss[1, column] = torch.nan
         return state, stats
 
-    monkeypatch.setattr(local, "local_steps", broken)
+    monkeypatch.setattr(engine_steps, "local_steps", broken)
 
 
 @pytest.mark.usefixtures("south_breaks")

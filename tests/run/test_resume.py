@@ -16,7 +16,7 @@ from pinned_runs import OF_TASK, write_task
 
 import pf2lora
 from pf2lora.core.method import State, StepStats
-from pf2lora.engines import local
+from pf2lora.engines import steps as engine_steps
 from pf2lora.methods import METHODS
 from pf2lora.run import checkpoints, comparison, trial
 from pf2lora.run.checkpoints import Checkpoints
@@ -74,6 +74,7 @@ def test_every_method_goes_on_exactly(method: str, world: World, tmp_path: Path)
         ("pf2lora", {"validation_ratio": 0, "client_lr": 0.03, "head": "personal", "personal_steps": None}),
         ("homlora", {"keep": "last", "weighting": "size", "clients_per_pass": 1}),
         ("local", {"checkpoint_every": 2}),
+        ("pf2lora", {"schedule": "cosine", "warmup": 0.3, "client_lr": 0.03, "participation": 0.67}),
     ],
 )
 def test_every_way_to_run_goes_on_exactly(
@@ -148,7 +149,7 @@ def test_a_run_with_a_bad_client_goes_on_exactly(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who was left out, what its updates are held against, and its state are the unbroken run's."""
-    honest = local.local_steps
+    honest = engine_steps.local_steps
 
     def broken(*args: Any, **options: Any) -> tuple[State, StepStats]:
         state, stats = honest(*args, **options)
@@ -157,7 +158,7 @@ def test_a_run_with_a_bad_client_goes_on_exactly(
                 stats.loss[1, column] = torch.nan
         return state, stats
 
-    monkeypatch.setattr(local, "local_steps", broken)
+    monkeypatch.setattr(engine_steps, "local_steps", broken)
     settings = world.settings(**SMALL | {"rounds": 4}, method="pf2lora")
     breaks_and_goes_on(tmp_path / "run", settings, 1, 1, 1)
     rounds = load_result(tmp_path / "run").methods["pf2lora"].runs[0].rounds

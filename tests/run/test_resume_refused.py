@@ -118,6 +118,20 @@ def test_another_device_is_refused_and_other_threads_are_said(
     assert "clients_per_pass was all and is 1: same up to rounding" in said
 
 
+@pytest.mark.parametrize("how", [{"schedule": "linear"}, {"warmup": 0.1}])
+def test_other_rounds_are_refused_where_rates_have_a_schedule(how: dict[str, Any]) -> None:
+    from pf2lora.run.config import from_settings, to_dict
+
+    then = to_dict(from_settings({"rounds": 4, "evaluate_every": 2} | how))
+    with pytest.raises(CannotGoOn, match="rounds was 4 and is 8, and the schedule of its rates is that of 4"):
+        fingerprint.check_rounds(
+            then, from_settings({"rounds": 8, "evaluate_every": 2} | how), reached=3, finished=[]
+        )
+    fingerprint.check_rounds(
+        then, from_settings({"rounds": 4, "evaluate_every": 2} | how), reached=3, finished=[]
+    )
+
+
 @pytest.mark.parametrize(
     ("rounds", "every", "problem"),
     [

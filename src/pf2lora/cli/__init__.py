@@ -9,6 +9,7 @@ import typer
 from pf2lora.cli import data, federation, reproduce, score
 from pf2lora.cli.demo import demo
 from pf2lora.cli.generate import generate
+from pf2lora.cli.init import init_command
 from pf2lora.cli.methods import methods
 from pf2lora.cli.options import ListCommand
 from pf2lora.cli.predict import predict
@@ -25,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(rich_help_panel="Run")(demo)
+app.command("init", cls=ListCommand, rich_help_panel="Run")(init_command)
 app.command(cls=ListCommand, rich_help_panel="Run")(train)
 app.command(cls=ListCommand, rich_help_panel="Run")(compare)
 app.add_typer(reproduce.app, name="reproduce", rich_help_panel="Run")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pf2lora.cli.federation_site import approve, read_limits
 from pf2lora.cli.options import WRITTEN, ListCommand, configured, read_config
 from pf2lora.errors import UserError
 
@@ -61,6 +62,10 @@ def rehearse(
         "runs/federation"
     ),
     force: Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")] = False,
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", help="A policy.toml that every site has (default: its defaults)."),
+    ] = None,
 ) -> None:
     """Try a whole federation on this machine: authority, server and one process per site, with mutual TLS."""
     from pf2lora.federation import require_nvflare
@@ -71,6 +76,7 @@ def rehearse(
     from pf2lora.federation.flare.rehearse import with_sites
 
     quiet_libraries()
+    limits = read_limits(policy)
     config = with_sites(rehearsal_config(settings, file, sites), sites)
     options = {
         "deadline": deadline,
@@ -80,7 +86,7 @@ def rehearse(
         "wire": wire,
     }
     try:
-        result = run(config, out, options=options, force=force, tell=tell)
+        result = run(config, out, options=options, force=force, tell=tell, policy=limits)
     except KeyboardInterrupt:
         sys.exit(130)
     if sites is not None and len(result.clients) != sites:
@@ -178,6 +184,7 @@ def submit(
 
 
 app.command(cls=ListCommand)(submit)
+app.command()(approve)
 
 
 @app.command()

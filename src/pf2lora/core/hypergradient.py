@@ -18,6 +18,9 @@ from pf2lora.core.method import Loss, gradients, variable
 from pf2lora.core.second_order import differentiable_twice
 from pf2lora.errors import unknown
 
+Rate = float | Tensor
+"""α, or one for each client `(M, 1)`."""
+
 
 class Lower(NamedTuple):
     """The lower level at (x, y; π)."""
@@ -40,14 +43,14 @@ class Shift(NamedTuple):
     most: float = math.inf
     both_sides: bool = False
 
-    def step(self, v: Tensor, alpha: float) -> Tensor:
+    def step(self, v: Tensor, alpha: Rate) -> Tensor:
         """(M, 1) each client's ε: y moves by εv."""
         epsilon = self.length / v.norm(dim=1, keepdim=True).clamp_min(1e-30)
         return epsilon.clamp(self.least * alpha, self.most * alpha)
 
 
 def exact(
-    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, shift: Shift | None = None
+    F: Loss, x: Tensor, y: Tensor, alpha: Rate, pi: Any, zeta: Any, shift: Shift | None = None
 ) -> Lower:
     """Double backward. Where ζ is π, the graph of the lower level's own gradient is differentiated again."""
 
@@ -70,7 +73,7 @@ def exact(
 
 
 def difference(
-    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, shift: Shift | None = None
+    F: Loss, x: Tensor, y: Tensor, alpha: Rate, pi: Any, zeta: Any, shift: Shift | None = None
 ) -> Lower:
     """`α ∇_xy F · v ≈ (α/ε) (∇_x F(x, y; ζ) − ∇_x F(x, y − εv; ζ))`, ε by `shift`, or α without.
 
@@ -87,7 +90,7 @@ def difference(
         return gradients(F(x_, y_at, batch), x_)[0]
 
     def second_order(v: Tensor) -> Tensor:
-        if alpha == 0.0:
+        if isinstance(alpha, float) and alpha == 0.0:  # a tensor's are above 0
             return torch.zeros_like(x)
         epsilon = alpha if shift is None else shift.step(v, alpha)
         behind = gradient_x(y - epsilon * v, zeta)
@@ -99,9 +102,7 @@ def difference(
     return Lower(loss.detach(), g_pi, second_order)
 
 
-def none(
-    F: Loss, x: Tensor, y: Tensor, alpha: float, pi: Any, zeta: Any, shift: Shift | None = None
-) -> Lower:
+def none(F: Loss, x: Tensor, y: Tensor, alpha: Rate, pi: Any, zeta: Any, shift: Shift | None = None) -> Lower:
     """Leave the second-order term out: two gradients a step."""
     y_ = variable(y)
     loss = F(x, y_, pi)
@@ -136,7 +137,7 @@ def bilevel(
     F: Loss,
     x: Tensor,
     y: Tensor,
-    alpha: float,
+    alpha: Rate,
     mode: str,
     pi: Any,
     xi: Any,

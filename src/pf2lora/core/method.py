@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
 
@@ -133,6 +134,10 @@ class Method(ABC):
     client_bias: ClassVar[bool | None] = None  # y has a bias per output of the head; None: as the run says
     # Fields that no user sets: they follow from the run.
     derived: ClassVar[frozenset[str]] = frozenset({"layout"})
+    # Numbers of which clients that train together may have different ones: a step finds such a field as a tensor (M, 1)
+    # then. And those of them that a run's schedule multiplies, the rates of learning itself.
+    per_client: ClassVar[frozenset[str]] = frozenset({"lr", "weight_decay"})
+    scheduled: ClassVar[tuple[str, ...]] = ("lr",)
     # In words, where `set_up` has a default of its own.
     run_defaults: ClassVar[Mapping[str, str]] = {}
 
@@ -185,6 +190,15 @@ class Method(ABC):
         return []
 
     # --- a step ---------------------------------------------------------------------------------------------
+
+    def with_rates(self, rates: Mapping[str, Tensor]) -> Self:
+        """This method for one step, with tensors (M, 1) in the place of some of its numbers."""
+        if not rates:
+            return self
+        changed = copy(self)
+        for name, value in rates.items():
+            object.__setattr__(changed, name, value)  # not by `replace`, which checks numbers
+        return changed
 
     def descend(self, gradient: Tensor, moments: Moments, x: Tensor) -> tuple[Tensor, Moments]:
         """x after one step of the optimizer, and what the optimizer keeps."""

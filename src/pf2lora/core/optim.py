@@ -32,7 +32,8 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> tuple[Tensor, Moments]:
-    """One step of decoupled-weight-decay Adam; the numbers are those of `torch.optim.AdamW`. `lr` may be `(P,)`."""
+    """One step of decoupled-weight-decay Adam; the numbers are those of `torch.optim.AdamW`. `lr` may be `(P,)`, a
+    rate for each number of x, or `(M, 1)`, one for each client."""
     first, second = betas
     step = moments.step + 1
     # In double precision, as torch computes them: 1 − 0.999 is off by 1e-5 in float32.

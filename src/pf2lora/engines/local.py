@@ -18,17 +18,19 @@ from pf2lora.core.method import (
     State,
     StepStats,
     Updates,
-    moved,
     over_tensors,
     put,
     take,
 )
 from pf2lora.core.privacy import Mechanism
 from pf2lora.core.randomness import participants
-from pf2lora.engines.bad_clients import UpdateLedger, change, check_enough, lost, without
+from pf2lora.core.rates import CONSTANT, RateSchedule
+from pf2lora.engines.bad_clients import UpdateLedger, check_enough, without
 from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.private import common_start, noisy
-from pf2lora.engines.stepper import PlainStepper, Stepper, make_stepper
+from pf2lora.engines.rates import Rates
+from pf2lora.engines.stepper import make_stepper
+from pf2lora.engines.steps import LocalTraining, OnStep, ignore
 from pf2lora.errors import UserError
 
 
@@ -40,7 +42,8 @@ class Schedule:
     training data, `clients_per_pass` bounds memory and changes no number. A run with several `seeds` is as many
     federations of the same clients side by side, which share passes and nothing else. `max_bad` clients may be left
     out of a federation's round as bad ones (None: half of its participants); `compare_updates` off, nobody is judged
-    by the others' updates. `privacy` puts noise on the averages.
+    by the others' updates. `privacy` puts noise on the averages. `rates` change over the run's steps; where `own_rates`
+    are given, one table for each of `seeds`, the federations differ by these numbers of their method, too.
     """
 
     rounds: int
@@ -52,6 +55,8 @@ class Schedule:
     max_bad: int | None = None
     compare_updates: bool = True
     privacy: Mechanism | None = None
+    rates: RateSchedule = CONSTANT
+    own_rates: tuple[Mapping[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps"):
@@ -66,20 +71,9 @@ class Schedule:
         if self.clients_per_pass is not None and self.clients_per_pass < 1:
             raise UserError(f"clients_per_pass is {self.clients_per_pass}; it must be at least 1")
 
-
-class Step(NamedTuple):
-    """What one local step was: the method, of how many clients, and how long the rows of its batches were."""
-
-    method: Method
-    clients: int
-    lengths: tuple[int, ...]
-
-
-OnStep = Callable[[Step], None]
-
-
-def ignore(step: Step) -> None:
-    """Nobody watches."""
+    def rates_of(self, clients: int) -> Rates:
+        """The rates of all learners, of whom each seed has `clients`."""
+        return Rates(self.rates, self.rounds, self.steps, clients, self.own_rates)
 
 
 class After(NamedTuple):
@@ -124,59 +118,6 @@ def merge_weights(sizes: Sequence[int], weighting: str) -> Tensor:
     return weights / weights.sum()
 
 
-def local_steps(
-    method: Method,
-    F: Loss,
-    state: State,
-    source: BatchSource,
-    clients: Sequence[int],
-    first_step: Sequence[int],
-    steps: int,
-    on_step: OnStep = ignore,
-    stepper: Stepper | None = None,
-) -> tuple[State, StepStats]:
-    """`steps` local steps of `clients`, whose states are `state`; `first_step` says how many each has done before.
-
-    A site of a federation calls this with one client, the local engine with as many as it trains at once.
-    """
-    step = stepper or PlainStepper(F)
-    first, collected = state, []
-    for i in range(steps):
-        batches = [
-            source.draw(clients, [(done + i) * method.draws + d for done in first_step])
-            for d in range(method.draws)
-        ]
-        state, stats = step(method, state, batches)
-        collected.append(stats)
-        on_step(Step(method, len(clients), tuple(batch.length for batch in batches)))
-    losses = torch.stack([r.loss for r in collected])
-    losses[-1] = losses[-1].masked_fill(lost(first, state), torch.nan)
-    shares = [r.second_order for r in collected if r.second_order is not None]
-    return step.keep(state), StepStats(losses, torch.stack(shares) if shares else None)
-
-
-def passes(
-    method: Method, state: State, clients: Sequence[int], per_pass: int, number: int
-) -> Iterator[tuple[Method, list[int]]]:
-    """Who trains together in round `number`: clients who do it with the same method, as many at a time as fit."""
-    variants_for_round = method.variants_for_round(state, number)
-    for kind in dict.fromkeys(variants_for_round[k] for k in clients):
-        alike = [k for k in clients if variants_for_round[k] == kind]
-        for i in range(0, len(alike), per_pass):
-            yield kind, alike[i : i + per_pass]
-
-
-def joined(collected: Sequence[StepStats], order: Sequence[int]) -> StepStats:
-    """The stats of several passes as one on the host, clients in `order`; a share that was not computed is nan."""
-    losses = torch.cat([r.loss for r in collected], dim=1)[:, list(order)].cpu()
-    if all(r.second_order is None for r in collected):
-        return StepStats(losses)
-    shares = [
-        torch.full_like(r.loss, torch.nan) if r.second_order is None else r.second_order for r in collected
-    ]
-    return StepStats(losses, torch.cat(shares, dim=1)[:, list(order)].cpu())
-
-
 def train(
     method: Method,
     F: Loss,
@@ -209,6 +150,10 @@ def train(
     state = over_tensors(lambda t: t.to(home, copy=True), state)
     served = state
     stepper = make_stepper(F, device, graphs=graphs)
+    rates = schedule.rates_of(clients)
+    local = LocalTraining(
+        method, F, source, schedule.steps, per_pass, rates, device, stepper, on_step, judges
+    )
     steps_done = list(after.steps_done) or [0] * learners
     servers = over_tensors(lambda t: t.to(home), after.servers)
     servers = servers or tuple(method.first_server(state.x[:0, 0]) for _ in seeds)
@@ -222,42 +167,17 @@ def train(
         chosen = [i for federation in federations for i in federation]
         expected = [len(federation) for federation in federations]
         starts = [common_start(method, take(state, f), number) for f in federations if schedule.privacy]
-        collected, order, bad = [], list[int](), dict[int, str]()
-        for variants_for_round, together in passes(method, state, chosen, per_pass, number):
-            part = moved(take(state, together), device)
-            if method.resizes and judges is not None and number > 1:
-                part = method.resize(part, judges(together))
-            trained, stats = local_steps(
-                variants_for_round,
-                F,
-                part,
-                source,
-                together,
-                [steps_done[i] for i in together],
-                schedule.steps,
-                on_step,
-                stepper,
-            )
-            bad |= ledger.judge(together, stats.loss, change(part, trained))
-            good = [column for column, i in enumerate(together) if i not in bad]
-            if good:
-                put(state, [together[column] for column in good], take(trained, good))
-            collected.append(stats)
-            order += together
+        trained = local.round(number, state, chosen, steps_done, ledger)
+        bad = trained.bad
         for i in chosen:
             steps_done[i] += schedule.steps
-        late = (
-            ledger.close()
-        )  # known bad when all have trained, in a federation's first round: nobody has moved yet
-        if late:
+        if late := ledger.close():  # in a federation's first round: nobody has moved yet
             put(state, list(late), take(first, list(late)))
             bad |= late
         check_enough(bad, federations, source.names, number, schedule.max_bad)
         federations = list(without(federations, bad))
         chosen = [i for federation in federations for i in federation]
-        columns = {i: column for column, i in enumerate(order)}
-        stats = joined(collected, [columns[i] for i in chosen])
-        leaving = take(state, chosen)
+        stats, leaving = trained.of(chosen), take(state, chosen)
         stays, sent = method.send(leaving, number)
         updates = by_server(sent, federations, clients, source.sizes, schedule.weighting, number)
         if schedule.privacy is not None:

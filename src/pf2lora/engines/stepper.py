@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -18,16 +19,21 @@ import torch
 
 from pf2lora.core.method import Loss, Method, State, StepStats, over_tensors
 from pf2lora.engines.batches import Batch
+from pf2lora.engines.rates import StepRates
 
 logger = logging.getLogger("pf2lora")
 
-WARM_UP = 3  # steps before a recording: libraries set up their workspaces in the first ones
+NO_RATES: StepRates = MappingProxyType({})
+WARM_UP = 3  # steps before the first recording: libraries set up their workspaces in the first ones
+WARM_UP_AGAIN = 1  # before further ones: a new shape may need kernels that are not loaded yet
 
 
 class Stepper(Protocol):
     """One local step of every client. The state it returns is valid until the next call."""
 
-    def __call__(self, method: Method, state: State, batches: Sequence[Any]) -> tuple[State, StepStats]: ...
+    def __call__(
+        self, method: Method, state: State, batches: Sequence[Any], rates: StepRates = NO_RATES
+    ) -> tuple[State, StepStats]: ...
 
     def keep(self, state: State) -> State:
         """The state as one's own, which no later step writes over."""
@@ -40,8 +46,10 @@ class PlainStepper:
 
     F: Loss
 
-    def __call__(self, method: Method, state: State, batches: Sequence[Any]) -> tuple[State, StepStats]:
-        return method.step(self.F, state, *batches)
+    def __call__(
+        self, method: Method, state: State, batches: Sequence[Any], rates: StepRates = NO_RATES
+    ) -> tuple[State, StepStats]:
+        return method.with_rates(rates).step(self.F, state, *batches)
 
     def keep(self, state: State) -> State:
         return state
@@ -49,18 +57,21 @@ class PlainStepper:
 
 @dataclass
 class Recording:
-    """A recorded step of one shape: it reads its batches and its state from fixed places, and writes there."""
+    """A recorded step of one shape: it reads its batches, rates and state from fixed places, and writes there."""
 
     graph: torch.cuda.CUDAGraph
     batches: list[Batch]
     state: State
     stats: StepStats
+    rates: StepRates
 
-    def play(self, state: State, batches: Sequence[Batch]) -> tuple[State, StepStats]:
+    def play(self, state: State, batches: Sequence[Batch], rates: StepRates) -> tuple[State, StepStats]:
         if state is not self.state:
             over_tensors(lambda place, new: place.copy_(new), self.state, state)
         for place, new in zip(self.batches, batches):
             copy_batch(place, new)
+        for name, rate in rates.items():
+            self.rates[name].copy_(rate)
         self.graph.replay()
         return self.state, own_stats(self.stats)
 
@@ -76,37 +87,43 @@ class GraphStepper:
     recordings: dict[Any, Recording] = field(default_factory=dict)
     plain: bool = False
 
-    def __call__(self, method: Method, state: State, batches: Sequence[Any]) -> tuple[State, StepStats]:
+    def __call__(
+        self, method: Method, state: State, batches: Sequence[Any], rates: StepRates = NO_RATES
+    ) -> tuple[State, StepStats]:
         if self.plain:
-            return method.step(self.F, state, *batches)
-        key = method, signature(state, batches)
+            return method.with_rates(rates).step(self.F, state, *batches)
+        key = method, signature(state, batches), tuple(rates)
         if key not in self.recordings:
             try:
-                self.recordings[key] = self.record(method, state, batches)
+                self.recordings[key] = self.record(method, state, batches, rates)
             except RuntimeError as error:
                 logger.warning("steps run without a CUDA graph: %s", obstacle(error))
                 self.plain = True
-                return method.step(self.F, state, *batches)
-        return self.recordings[key].play(state, batches)
+                return method.with_rates(rates).step(self.F, state, *batches)
+        return self.recordings[key].play(state, batches, rates)
 
     def keep(self, state: State) -> State:
         return over_tensors(torch.clone, state)
 
-    def record(self, method: Method, state: State, batches: Sequence[Batch]) -> Recording:
+    def record(
+        self, method: Method, state: State, batches: Sequence[Batch], rates: StepRates = NO_RATES
+    ) -> Recording:
         """Run the step a few times aside, then record it; the new state is written over the old."""
+        own_rates = {name: rate.clone() for name, rate in rates.items()}
+        method = method.with_rates(own_rates)
         place = over_tensors(torch.clone, state)
         held = [own_copy(batch) for batch in batches]
         aside = side_stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside), no_mask_while_recording():  # a compiled model is compiled here
-            for _ in range(WARM_UP):
+            for _ in range(WARM_UP_AGAIN if self.recordings else WARM_UP):
                 method.step(self.F, place, *held)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with no_mask_while_recording(), torch.cuda.graph(graph, pool=self.pool()):
             after, stats = method.step(self.F, place, *held)
             over_tensors(lambda old, new: old.copy_(new), place, after)
-        return Recording(graph, held, place, stats)
+        return Recording(graph, held, place, stats, own_rates)
 
     def pool(self) -> Any:
         """All recordings share one pool of memory: only one plays at a time."""

@@ -39,6 +39,7 @@ class Ditto(Anchored):
     gradients_per_step: ClassVar[str] = "2"
     adapts_before_use: ClassVar[bool] = True
     personal_draws: ClassVar[int] = 0
+    per_client: ClassVar[frozenset[str]] = Anchored.per_client | {"penalty"}
 
     def init(self, x: Tensor, y: Tensor) -> State:
         return State(x, y, WithCopy(no_moments(x), self.anchor(x), x.clone(), no_moments(x)))

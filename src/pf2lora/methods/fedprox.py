@@ -31,6 +31,7 @@ class FedProx(Anchored):
     name: ClassVar[str] = "fedprox"
     label: ClassVar[str] = "FedProx"
     summary: ClassVar[str] = "FedAvg whose clients are held near the average"
+    per_client: ClassVar[frozenset[str]] = Anchored.per_client | {"mu"}
 
     def init(self, x: Tensor, y: Tensor) -> State:
         return State(x, y, Near(no_moments(x), self.anchor(x)))

@@ -25,6 +25,8 @@ class HomLoRABias(Method):
     personal_part: ClassVar[str] = "a bias per label"
     two_level: ClassVar[bool] = True
     client_bias: ClassVar[bool | None] = True
+    per_client: ClassVar[frozenset[str]] = Method.per_client | {"bias_lr"}
+    scheduled: ClassVar[tuple[str, ...]] = ("lr", "bias_lr")
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:

@@ -29,6 +29,8 @@ class OwnSize(Method):
 
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "personal_layout"})
     two_level: ClassVar[bool] = True
+    per_client: ClassVar[frozenset[str]] = Method.per_client | {"client_lr"}
+    scheduled: ClassVar[tuple[str, ...]] = ("lr", "client_lr")
 
     @classmethod
     def set_up(cls, run: Surroundings, settings: Mapping[str, Any]) -> Self:
@@ -58,7 +60,7 @@ class OwnSize(Method):
     def longest(self, y: Tensor) -> Tensor | None:
         if not self.resizes:
             return None
-        return y.new_full((len(y), 1), LONGEST * self.lr * y.shape[1] ** 0.5)
+        return y.new_ones(len(y), 1) * (LONGEST * self.lr * y.shape[1] ** 0.5)
 
     def resize(self, s: State, judge: Judge, *, serving: bool = False) -> State:
         """D ← λD with the λ whose loss on the validation rows is least. What is served is never worse on them than the

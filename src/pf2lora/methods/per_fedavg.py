@@ -32,6 +32,8 @@ class PerFedAvg(Bilevel):
     gradients_per_step: ClassVar[str] = "3"
     draws: ClassVar[int] = 2
     adapts_before_use: ClassVar[bool] = True
+    # α is part of what is minimized, as the step before use has it: no schedule changes it.
+    per_client: ClassVar[frozenset[str]] = Bilevel.per_client | {"adaptation_lr"}
 
     def shift(self, lower: Tensor) -> Shift:
         """∇²F·v is a large part of the hypergradient: after the step αv it stands out of float32's rounding, and no

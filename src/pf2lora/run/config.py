@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pf2lora.adapters.spec import AdapterSpec
+from pf2lora.core.rates import RateSchedule
 from pf2lora.data.settings import DataSettings
 from pf2lora.errors import UserError, check_path, reading, shown, unknown
 from pf2lora.methods import METHODS, SET_NAMES, resolved
@@ -72,6 +73,8 @@ class TrainingSettings:
         "learning rate of the client's own adapter (SGD), or auto: found by each client",
         everyday=True,
     )
+    schedule: str = setting("constant", "how lr changes over the run: constant, linear or cosine (towards 0)")
+    warmup: float = setting(0.0, "share of the run's local steps in which lr rises to its value")
     weight_decay: float = setting(0.01, "AdamW's weight decay")
     hypergradient_mode: str = setting("difference", "second-order term: exact, difference, none or auto")
     batches: int = setting(2, "independent batches per PF2LoRA step: 2 or 4")
@@ -113,6 +116,7 @@ class TrainingSettings:
                 require_not_negative(self, name)
         if self.keep not in KEPT:
             raise unknown("round to keep", self.keep, KEPT)
+        RateSchedule(self.schedule, self.warmup)  # says what is wrong with them
 
 
 @dataclass(frozen=True)

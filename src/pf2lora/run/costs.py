@@ -15,7 +15,7 @@ from pf2lora.core.layout import Layout
 from pf2lora.core.method import Loss, Method, State, moved, take
 from pf2lora.core.second_order import differentiable_twice
 from pf2lora.engines.batches import Batch, EncodedSource
-from pf2lora.engines.local import Step
+from pf2lora.engines.steps import Step
 from pf2lora.run.result import Parameters, SentBytes
 
 BYTES_PER_NUMBER = 4  # x is sent as float32

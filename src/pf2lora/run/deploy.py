@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from pf2lora.core.choice import gain
 from pf2lora.core.method import Method, State, moved, over_tensors, put, take
-from pf2lora.engines.local import Round, local_steps, passes
+from pf2lora.engines.local import Round
 from pf2lora.engines.stepper import make_stepper
+from pf2lora.engines.steps import local_steps, passes
 from pf2lora.run.evaluation import Models, finite, models_in_use
 from pf2lora.run.result import Choice
 from pf2lora.run.set_up import Trial
@@ -108,10 +109,14 @@ class Deployment:
         rounds = PERSONAL_ROUNDS if steps is None else -(-steps // trial.schedule.steps)
         if not trial.method.federated or rounds == 0:
             return None
+        return self.try_steps(PERSONAL, done.number, alone(trial, state, done.number, rounds))
+
+    def try_steps(self, name: str, number: int, models: Iterable[Models]) -> Models:
+        """One more candidate of the last round: of `models`, each learner keeps its best."""
         tried = Kept(self.learners)
-        for models in alone(trial, state, done.number, rounds):
-            tried.offer(PERSONAL, done.number, self.judge(*models).cpu(), models)
-        self.last[PERSONAL] = tried
+        for found in models:
+            tried.offer(name, number, self.judge(*found).cpu(), found)
+        self.last[name] = tried
         return tried.held
 
     def choices(self) -> list[Choice]:
@@ -180,15 +185,18 @@ def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Mode
     for i in range(rounds):
         done = (number + i) * schedule.steps
         for variant, together in passes(trial.method, state, learners, per_pass, number + i + 1):
+            part = moved(take(state, together), workload.device)
+            rates = trial.rates.outside(variant, together, part.x)
             part, _ = local_steps(
                 variant,
                 trial.F,
-                moved(take(state, together), workload.device),
+                part,
                 trial.source,
                 together,
                 [done] * len(together),
                 schedule.steps,
                 stepper=stepper,
+                rates=[rates] * schedule.steps,
             )
             put(state, together, part)
         yield models_in_use(trial, state, number + i + 1, received=False)

@@ -13,8 +13,8 @@ from pf2lora.core.method import moved, take
 from pf2lora.data.client import Client
 from pf2lora.data.files import expand_paths
 from pf2lora.data.loading import filled_in, load_clients
-from pf2lora.engines.local import local_steps, passes
 from pf2lora.engines.stepper import make_stepper
+from pf2lora.engines.steps import local_steps, passes
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import costs

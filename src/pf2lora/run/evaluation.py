@@ -83,7 +83,8 @@ def models_in_use(trial: Trial, state: State, number: int, *, received: bool = T
                 part = method.resize(part, judge(trial, together, trial.workload.validation), serving=True)
             numbers = range(next_batch, next_batch + method.personal_draws)
             batches = (trial.source.draw(together, [n] * len(together)) for n in numbers)
-            found.append([t.to(common.device) for t in method.personal(trial.F, part, *batches)])
+            adapting = method.with_rates(trial.rates.outside(method, together, part.x))
+            found.append([t.to(common.device) for t in adapting.personal(trial.F, part, *batches)])
         common, personal = (torch.cat(parts) for parts in zip(*found))
     if method.pooled:
         count = len(trial.workload.clients)

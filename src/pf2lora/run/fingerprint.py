@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pf2lora.core.rates import RateSchedule
 from pf2lora.engines.batches import Encoded
 from pf2lora.errors import UserError
 from pf2lora.run.config import Config, difference, to_dict
@@ -137,6 +138,10 @@ def check_rounds(then: dict[str, Any], now: Config, reached: int, finished: Sequ
         raise CannotGoOn(
             f"rounds was {before} and is {after}, and dp_epsilon's noise is that of {before} rounds: with dp_noise a "
             "run can go on for longer, at a larger ε"
+        )
+    if before != after and not RateSchedule(now.training.schedule, now.training.warmup).is_constant:
+        raise CannotGoOn(
+            f"rounds was {before} and is {after}, and the schedule of its rates is that of {before} rounds"
         )
     if after <= reached:
         raise CannotGoOn(f"rounds was {before} and is {after}, and it has done {reached} already")

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from pf2lora.run.config import Config
 
 
-class TooMuchSpent(UserError):
-    """A run would cost a client more than it allows."""
-
-
 @dataclass(frozen=True)
 class PrivacySettings:
     """Client-level differential privacy of the common adapter: on where `dp_noise` or `dp_epsilon` is given."""

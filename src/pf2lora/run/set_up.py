@@ -13,8 +13,10 @@ from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Loss, Method, State, Surroundings
 from pf2lora.core.randomness import participants
+from pf2lora.core.rates import RateSchedule
 from pf2lora.engines.batches import Encoded, EncodedSource
 from pf2lora.engines.local import Schedule
+from pf2lora.engines.rates import Rates
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
 from pf2lora.run.config import Config
@@ -38,6 +40,11 @@ class Trial:
     source: EncodedSource
     state: State
     schedule: Schedule
+
+    @property
+    def rates(self) -> Rates:
+        """The learners' rates, where they are not the method's numbers."""
+        return self.schedule.rates_of(len(self.source.clients))
 
 
 def set_up(
@@ -148,7 +155,10 @@ def schedule_of(config: Config, *seeds: int) -> Schedule:
     """The rounds of a run."""
     t = config.training
     most = 0 if t.strict else t.max_bad_clients
-    return Schedule(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seeds, most)
+    return Schedule(
+        *(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seeds, most),
+        rates=RateSchedule(t.schedule, t.warmup),
+    )
 
 
 def check_methods(workload: Workload) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.method import State
 from pf2lora.core.ranks import client_share, learned_ranks
-from pf2lora.engines.local import After, Round, Step, train
+from pf2lora.engines.local import After, Round, train
+from pf2lora.engines.steps import Step
 from pf2lora.run import costs, privacy
 from pf2lora.run.deploy import PERSONAL, SERVED, Deployment, candidates
 from pf2lora.run.evaluation import (

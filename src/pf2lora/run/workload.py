@@ -72,8 +72,9 @@ def load_workload(
     validation = sample = None
     if any(client.validation for client in clients):
         validation = task.encode([client.validation for client in clients], training=False).to(device)
+        validation = task.weighed(validation, train)
         few = [spread(client.validation, SAMPLE) for client in clients]
-        sample = task.encode(few, training=False).to(device)
+        sample = task.weighed(task.encode(few, training=False).to(device), train)
     check_lengths(config, base, train, test)
     return Workload(
         config,

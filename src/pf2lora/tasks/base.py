@@ -54,6 +54,11 @@ class Task(ABC, Generic[Row, Prediction]):
     def encode(self, clients: Sequence[Sequence[Row]], *, training: bool) -> Encoded:
         """The clients' rows as tokens, side by side."""
 
+    def weighed(self, encoded: Encoded, train: Encoded) -> Encoded:
+        """The same rows with what their losses count, where that follows from each client's training rows `train`:
+        of those rows themselves, which `encode` weighs, and of the rows that models are chosen by."""
+        return encoded
+
     @abstractmethod
     def example_losses(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch

@@ -16,6 +16,7 @@ from pf2lora.data.client import Client, Pool
 from pf2lora.data.files import Record, read_records
 from pf2lora.data.settings import DataSettings
 from pf2lora.errors import UserError
+from pf2lora.settings import column_settings
 
 if TYPE_CHECKING:
     from pf2lora.tasks.base import Task
@@ -68,6 +69,15 @@ class TaskSettings(ABC, Generic[Row]):
     ) -> list[Row]:
         """Records as rows. Columns that the user did not name are guessed, from the records `like` where given (those
         of the first client: all clients have the same columns). What the user should know is added to `notes`."""
+
+    def columns(self, records: Sequence[Record]) -> dict[str, str]:
+        """The columns that `rows` takes, by the settings that name them: those named, and by their names those not."""
+        return {name: given for name in column_settings(type(self)) if (given := getattr(self, name))}
+
+    def likely_columns(self, records: Sequence[Record], besides: Sequence[str] = ()) -> dict[str, str]:
+        """The same where names may tell nothing: by what stands in the columns, for somebody to look at. Those
+        `besides` are taken for something else."""
+        return self.columns(records)
 
     def questions(
         self, records: Sequence[Record], labels: Sequence[str], traits: Sequence[str] = ()

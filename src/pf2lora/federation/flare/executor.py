@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from nvflare.apis.executor import Executor
 from nvflare.apis.filter import Filter
@@ -20,7 +21,7 @@ from pf2lora.federation.protocol.allow_list import ANSWERS, AllowList, read_requ
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
 from pf2lora.federation.protocol.messages import DTYPES, Malformed, dtype_named, encode
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.problems import problem_code
+from pf2lora.federation.protocol.problems import problem_fields
 from pf2lora.federation.protocol.site import SiteSession
 
 BODY = "pf2lora"  # the only entry of a message
@@ -35,7 +36,7 @@ class SiteExecutor(Executor):
         super().__init__()
         self.plan = Plan.from_json(plan)
         self.session: SiteSession | None = None
-        self.problem: str | None = None  # the code of what stopped this site
+        self.problem: dict[str, Any] | None = None  # what the server is told of what stopped this site
 
     def execute(
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
@@ -46,8 +47,8 @@ class SiteExecutor(Executor):
             try:
                 return Shareable({BODY: self.ready(fl_ctx).answer(request)})
             except (UserError, Malformed) as error:
-                self.stop(fl_ctx, str(error), problem_code(error))
-        return Shareable({BODY: encode({"kind": "problem", "round": request.round, "code": self.problem})})
+                self.stop(fl_ctx, str(error), problem_fields(error))
+        return Shareable({BODY: encode({"kind": "problem", "round": request.round} | (self.problem or {}))})
 
     def ready(self, fl_ctx: FLContext) -> SiteSession:
         """The session, built at the first message: the base model is loaded once and stays."""
@@ -71,9 +72,9 @@ class SiteExecutor(Executor):
         self.problem = None
         return self.session
 
-    def stop(self, fl_ctx: FLContext, line: str, code: str) -> None:
-        """Say `line` in the site's own log; the server is told `code` from now on."""
-        self.problem = code
+    def stop(self, fl_ctx: FLContext, line: str, problem: dict[str, Any]) -> None:
+        """Say `line` in the site's own log; the server is told `problem` from now on."""
+        self.problem = problem
         self.log_error(fl_ctx, line, fire_event=False)
         print(f"pf2lora: {fl_ctx.get_identity_name()}: {line}", file=sys.stderr, flush=True)
 

@@ -127,9 +127,11 @@ def start(
     if kit.server:
         check_port(kit)
     else:
+        from pf2lora.federation.protocol.policy import POLICY_FILE, read_policy
         from pf2lora.federation.protocol.site_setup import SITE_FILE, read_site_file
 
         read_site_file(kit.folder / "local" / SITE_FILE)
+        read_policy(kit.folder / "local" / POLICY_FILE)
     (kit.folder / "transfer").mkdir(exist_ok=True)
     with locked(kit) as lock:
         return subprocess.Popen(

@@ -16,6 +16,7 @@ from pf2lora import atomic
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.protocol.names import check_name, check_sites
+from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, to_toml
 from pf2lora.run.config import read_toml
 
 SCOPE = "pf2lora"
@@ -151,6 +152,7 @@ def harden_site(kit: Path) -> None:
         kit / "local" / "privacy.json",
         {"scopes": [{"name": SCOPE, "task_result_filters": [allow_list]}], "default_scope": SCOPE},
     )
+    atomic.write_text(kit / "local" / POLICY_FILE, to_toml(Policy()))
     harden_everyone(kit, view="none")
 
 

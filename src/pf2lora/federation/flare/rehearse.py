@@ -21,6 +21,8 @@ from pf2lora.federation.flare.provision import Project, provision
 from pf2lora.federation.protocol import outcome, run_status
 from pf2lora.federation.protocol.names import site_names
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.policy import POLICY_FILE, Policy
+from pf2lora.federation.protocol.policy import to_toml as to_policy_toml
 from pf2lora.federation.protocol.site_setup import SITE_FILE
 from pf2lora.folder_lock import locked
 from pf2lora.run import folder as run_folder
@@ -37,19 +39,33 @@ ENDED = ("finished", "failed", "stopped")
 Tell = Callable[[str], None]
 
 
-def rehearse(config: Config, out: Path, *, options: dict[str, Any], force: bool, tell: Tell) -> Result:
-    """Run `config` in a federation of its clients and leave a normal run folder. An unfinished one is resumed."""
+def rehearse(
+    config: Config,
+    out: Path,
+    *,
+    options: dict[str, Any],
+    force: bool,
+    tell: Tell,
+    policy: Policy | None = None,
+) -> Result:
+    """Run `config` in a federation of its clients and leave a normal run folder. An unfinished one is resumed. Every
+    site has the limits of `policy` (default: those of a site that sets none)."""
     workload = prepare(config)
     labels = tuple(workload.task.labels)
     plan = Plan.of(config, "rehearsal", site_names(workload.names), labels, **options)
     with locked(out):
-        return rehearse_in(out, plan, workload, force=force, tell=tell)
+        return rehearse_in(out, plan, workload, policy or Policy(), force=force, tell=tell)
 
 
-def rehearse_in(out: Path, plan: Plan, workload: Workload, *, force: bool, tell: Tell) -> Result:
+def rehearse_in(
+    out: Path, plan: Plan, workload: Workload, policy: Policy, *, force: bool, tell: Tell
+) -> Result:
     """The rehearsal of a plan, while nobody else writes into its folder."""
     folder = out / FOLDER
     set_up(plan, workload, out, folder, force=force, tell=tell)
+    for site in plan.sites:  # with the batches of `pf2lora train`, whose numbers a rehearsal has
+        own = dataclasses.replace(policy, public_batch_order=True)
+        atomic.write_text(folder / "kits" / site / "local" / POLICY_FILE, to_policy_toml(own))
     server = open_kit(folder / "kits" / "server")
     run = run_status.run_folder(server.folder, plan.name)
     try:

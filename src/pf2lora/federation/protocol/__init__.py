@@ -7,6 +7,9 @@ allow_list    what a message may hold; the one place where it is decoded and che
 problems      what a site may say about its own problems
 site          a site's half: its answer to each request of the server
 site_setup    what a site brings: its data, base model and method, from its own site.toml
+policy        a site's own limits, from its own policy.toml
+approvals     runs that a person at the site must approve
+batch_secret  the site's own part in the order of its batches
 site_models   how good a site's models are, and which one it deploys
 checkpoints   what a site keeps between rounds
 agreement     what sites must have alike

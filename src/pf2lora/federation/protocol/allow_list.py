@@ -26,6 +26,7 @@ from pf2lora.federation.protocol.messages import (
     layout_from,
     short_name,
 )
+from pf2lora.federation.protocol.policy import LIMITS
 from pf2lora.federation.protocol.problems import PROBLEMS
 
 DIGEST, VERSION = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9A-Za-z.+-]{1,40}")
@@ -77,6 +78,11 @@ def is_problem(value: Any) -> bool:
     return isinstance(value, str) and value in PROBLEMS
 
 
+def is_limit(value: Any) -> bool:
+    """One of a policy's limits."""
+    return isinstance(value, str) and value in LIMITS
+
+
 def matches(pattern: re.Pattern[str]) -> Check:
     """The check for a text that is all of `pattern`."""
     return lambda value: isinstance(value, str) and bool(pattern.fullmatch(value))
@@ -93,6 +99,7 @@ REQUESTS = {
 }
 """What the server sends. Whether its tensors are the common adapter is checked in the site's session."""
 
+PROBLEM = Declared({**ROUND, "code": is_problem}, {"limit": is_limit, "allows": is_number})
 ANSWERS: tuple[str, ...] = ("hello", "update", "scores", "problem")
 """The kinds of what a site sends."""
 
@@ -151,7 +158,7 @@ class AllowList:
                 "hello": Declared({**ROUND, **hello}),
                 "update": Declared({**ROUND, "steps": is_positive}, tensors=True),
                 "scores": Declared(ROUND),
-                "problem": Declared({**ROUND, "code": is_problem}),
+                "problem": PROBLEM,
             }
         hello |= {"train_rows": is_positive, "test_rows": is_count}
         trained: Checks = {"steps": is_positive, "loss": is_number}
@@ -164,7 +171,7 @@ class AllowList:
                 {**ROUND, "served": self.is_scores},
                 {**validated, "before": self.is_scores, "deploy": self.is_scores},
             ),
-            "problem": Declared({**ROUND, "code": is_problem}),
+            "problem": PROBLEM,
         }
 
     def is_layout(self, value: Any) -> bool:

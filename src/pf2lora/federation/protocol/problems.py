@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UnknownLabel
 from pf2lora.federation.protocol.checkpoints import StateFolderError
 from pf2lora.federation.protocol.messages import Malformed
-from pf2lora.run.privacy import TooMuchSpent
+from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.policy import PolicyBroken, refusal
 
 PROBLEMS = {
     "disk-full": "the disk of its state folder is full",
@@ -17,7 +21,7 @@ PROBLEMS = {
     "update": "its update is many times larger than any before; a smaller lr or client_lr usually helps",
     "data": "its data or model could not be loaded",
     "labels": "its data has labels, or questions without an answer, that the run's --labels do not name",
-    "privacy": "the run would cost it more privacy than its own site.toml allows",
+    "policy": "its own policy.toml does not allow the run",
     "message": "it cannot use the server's message; is the same version of pf2lora installed there?",
     "refused": "its own allow-list refused the message: nothing was sent",
     "failed": "it failed",
@@ -32,8 +36,21 @@ def problem_code(error: Exception) -> str:
     """The code under which a site tells the server of an error."""
     if isinstance(error, StateFolderError):
         return error.code
-    codes = {Diverged: "loss", UnknownLabel: "labels", TooMuchSpent: "privacy", Malformed: "message"}
+    codes = {Diverged: "loss", UnknownLabel: "labels", PolicyBroken: "policy", Malformed: "message"}
     for kind, code in codes.items():
         if isinstance(error, kind):
             return code
     return "data"
+
+
+def problem_fields(error: Exception) -> dict[str, Any]:
+    """What a site tells the server of an error: its code, and of its own limits the one that the run breaks."""
+    more = error.fields if isinstance(error, PolicyBroken) else {}
+    return {"code": problem_code(error)} | more
+
+
+def told(fields: Mapping[str, Any], plan: Plan) -> str:
+    """What a site's problem means, in a line; `fields` are of a message that was checked."""
+    if fields["code"] == "policy" and "limit" in fields:
+        return refusal(plan, fields["limit"], fields.get("allows"))
+    return PROBLEMS[fields["code"]]

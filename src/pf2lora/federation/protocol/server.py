@@ -32,7 +32,7 @@ from pf2lora.federation.protocol.messages import (
     to_tensors,
 )
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.problems import OF_A_ROUND, PROBLEMS
+from pf2lora.federation.protocol.problems import OF_A_ROUND, told
 from pf2lora.federation.protocol.server_checkpoint import Knowledge
 from pf2lora.federation.protocol.stopping import out_of_patience
 from pf2lora.methods import METHODS
@@ -84,7 +84,7 @@ class ServerSession:
         message = self.allow_list(None).check(data, ("hello", "problem"))
         facts = message.fields
         if message.kind == "problem":
-            raise UserError(f"{site} cannot take part: {PROBLEMS[facts['code']]} (its own log says more)")
+            raise UserError(f"{site} cannot take part: {told(facts, self.plan)} (its own log says more)")
         for other, seen in self.sites.items():
             if other != site:
                 check_fits(site, facts, other, seen)
@@ -181,8 +181,8 @@ class ServerSession:
         """Check the updates, merge the usable ones, save. The record says who was left out and why."""
         number = self.done + 1
         read, refused = self.read(answers, number)
-        told = {s: m.fields["code"] for s, m in read.items() if m.kind == "problem"}
-        stopped = [site for site, code in told.items() if code not in OF_A_ROUND]
+        problems = {s: m.fields["code"] for s, m in read.items() if m.kind == "problem"}
+        stopped = [site for site, code in problems.items() if code not in OF_A_ROUND]
         updates = {site: m for site, m in read.items() if m.kind == "update"}
         leaves = self.known_method.leaves(number)
         vectors = {site: to_flat(leaves, m.tensors) for site, m in updates.items() if m.tensors}
@@ -201,7 +201,7 @@ class ServerSession:
             "answered": kept,
             "missing": missing,
             "refused": refused,
-            "take_back": [site for site in refused if site not in told],
+            "take_back": [site for site in refused if site not in problems],
             "stopped": stopped,
             "bytes": {site: len(data) if isinstance(data, bytes) else 0 for site, data in answers.items()},
             "scores": {site: m.fields for site, m in read.items() if site not in refused},
@@ -232,7 +232,7 @@ class ServerSession:
                 refused[site] = str(error)
                 continue
             if read[site].kind == "problem":
-                refused[site] = PROBLEMS[read[site].fields["code"]]
+                refused[site] = told(read[site].fields, self.plan)
         return read, refused
 
     def read_answer(self, data: object, kind: str, number: int) -> Message:

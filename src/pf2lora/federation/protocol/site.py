@@ -11,8 +11,8 @@ import torch
 from pf2lora.core.method import State
 from pf2lora.core.privacy import clipped
 from pf2lora.engines.bad_clients import REMEDY, UpdateLedger, change
-from pf2lora.engines.local import local_steps
 from pf2lora.engines.stepper import make_stepper
+from pf2lora.engines.steps import local_steps
 from pf2lora.federation.protocol import private
 from pf2lora.federation.protocol.checkpoints import Checkpoint, CheckpointFolder
 from pf2lora.federation.protocol.messages import Message, check_tensors, encode, to_flat, to_tensors
@@ -54,7 +54,7 @@ class SiteSession:
             if kind == "finish":
                 self.models.keep_scores(found)
             found = {}
-        return encode({"kind": "scores", "round": number} | found)
+        return encode({"kind": "scores", "round": number} | self.setup.policy.leaving(found))
 
     def received(
         self, number: int, tensors: dict[str, torch.Tensor], take_back: int | None = None
@@ -79,13 +79,15 @@ class SiteSession:
         trial, method, received = self.setup.trial, self.setup.method, state
         answer: dict[str, Any] = {"kind": "update", "round": number}
         if fields.get("measure_served"):
-            answer |= self.models.served(state, saved, number - 1)
+            answer |= self.setup.policy.leaving(self.models.served(state, saved, number - 1))
         if method.resizes and self.models.validated and number > 1:
             state = method.resize(state, sampled_judge(trial, [0]))
         (variant,) = method.variants_for_round(state, number)
         began = state
+        rates = trial.schedule.rates_of(1).of_round(variant, [0], number, state.x)
+        how: dict[str, Any] = {"stepper": self.stepper, "rates": rates}
         state, stats = local_steps(
-            variant, trial.F, state, trial.source, [0], [saved.steps], self.steps, stepper=self.stepper
+            variant, trial.F, state, trial.source, [0], [saved.steps], self.steps, **how
         )
         ledger = UpdateLedger(1, compare=False, largest=[saved.largest])
         bad = ledger.judge([0], stats.loss, change(began, state))
@@ -97,7 +99,8 @@ class SiteSession:
             share = float(stats.second_order.sum())
             answer |= {"second_order": share} if math.isfinite(share) else {}
         if fields.get("measure_before"):
-            answer["before"] = self.models.before_averaging(state, number)
+            before = self.models.before_averaging(state, number)
+            answer |= self.setup.policy.leaving({"before": before})
         stays, leaves = method.send(state, number)
         if leaves.numel() and not bool(torch.isfinite(leaves).all()):
             return self.left_out(number, received, saved, "what it would send is not finite", leaves)

@@ -18,10 +18,11 @@ from pf2lora.data.client import Client, check_name
 from pf2lora.data.loading import load_clients
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
-from pf2lora.federation.protocol import messages
+from pf2lora.federation.protocol import approvals, messages
+from pf2lora.federation.protocol.batch_secret import private_seed
+from pf2lora.federation.protocol.checkpoints import has_state
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.methods import METHODS
-from pf2lora.run import privacy
+from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, PolicyBroken, check_plan, read_policy
 from pf2lora.run.config import Config, from_dict, merged, read_toml
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import load_workload
@@ -45,6 +46,7 @@ class SiteSetup:
     trial: Trial  # of one client, under whose name batches are drawn and adapters are kept
     initial: State  # on the site's device
     facts: dict[str, Any]  # what the server checks before round 1
+    policy: Policy = field(default_factory=Policy)  # the site's own limits
 
     @property
     def client(self) -> str:
@@ -59,7 +61,7 @@ class SiteSetup:
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of the scores that may leave."""
-        return tuple(self.trial.workload.task.metrics)
+        return self.policy.metrics_of(tuple(self.trial.workload.task.metrics))
 
     @property
     def layout(self) -> Layout:
@@ -77,9 +79,6 @@ class SiteFile:
     state: str = setting("state", "where the site keeps its state")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     precision: str = setting("float32", "precision of the base model")
-    max_epsilon: float | None = setting(
-        None, "the largest ε of a run that it takes part in (default: any run)"
-    )
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -160,37 +159,42 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     from pf2lora.adapters.base_model import fresh_parameters
 
     config, own = site_config(plan, file)
-    check_spending(plan, own.max_epsilon)
+    policy = admitted(plan, file, own)
     client, labels = load_client(config, plan, own.name or site)
+    if len(client.train) < policy.min_rows:
+        raise PolicyBroken(plan, "min_rows", policy.min_rows)
     workload = load_workload(config, clients=[client], labels=labels, metric=plan.metric)
     base = workload.base
     fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
+    if policy.models and not {fingerprint, own.model} & set(policy.models):
+        raise PolicyBroken(plan, "models")
     place = plan.sites.index(site), len(plan.sites)
     trial = set_up(workload, plan.method, config.training.seed, place=place)
+    if not policy.public_batch_order:
+        seed = private_seed(config.training.seed, state_folder(plan, file).parent)
+        trial = replace(trial, source=replace(trial.source, seeds=(seed,)))
     named = hashlib.sha256(json.dumps(labels).encode()).hexdigest()
     facts = {
         "model": fingerprint,
         "labels": named,
         "label_count": len(labels),
         "train_rows": len(client.train),
-        "test_rows": len(client.test),
+        "test_rows": len(client.test) if len(client.test) >= policy.min_rows else 0,
         "layout": messages.describe(trial.method.layout),
         "engine": require_nvflare(),
         "version": pf2lora.__version__,
     }
-    return SiteSetup(trial, moved(trial.state, workload.device), facts)
+    return SiteSetup(trial, moved(trial.state, workload.device), facts, policy)
 
 
-def check_spending(plan: Plan, limit: float | None) -> None:
-    """Stay out of a run that costs more than the site allows: without noise, or with a seeded one, it is any amount."""
-    if limit is None or not METHODS[plan.method].federated:
-        return
-    training, sites = plan.run.training, len(plan.sites)
-    how = privacy.mechanism(plan.run, METHODS[plan.method], sites, (training.seed,))
-    cost = privacy.spent(plan.run, how, sites, training.seed, training.rounds)
-    if cost is None or cost.epsilon is None or cost.epsilon > limit:
-        said = "no differential privacy" if cost is None else cost.sentence()
-        raise privacy.TooMuchSpent(f"the run has {said}; this site's max_epsilon is {limit:g}")
+def admitted(plan: Plan, file: Path, own: SiteFile) -> Policy:
+    """The site's policy, which allows the plan; else `PolicyBroken`."""
+    policy = read_policy(file.parent / POLICY_FILE)
+    others = [run for run in (file.parent / own.state).glob("*") if run.name != plan.name and has_state(run)]
+    check_plan(policy, plan, len(others))
+    if policy.approve and not approvals.is_approved(file.parent, plan):
+        raise PolicyBroken(plan, "approve")
+    return policy
 
 
 def model_settings(config: dict[str, Any]) -> dict[str, Any]:

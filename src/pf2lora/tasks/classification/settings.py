@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pf2lora.data.client import Client
-from pf2lora.data.files import Record, columns_of
-from pf2lora.errors import UserError
+from pf2lora.data.files import Record, columns_of, find_column
+from pf2lora.data.guessing import fewest_values, longest_texts
+from pf2lora.errors import UserError, unknown
 from pf2lora.settings import require_positive, setting
 from pf2lora.tasks.classification import glue, movie_reviews
 from pf2lora.tasks.classification.rows import (
+    LABEL_COLUMNS,
+    Columns,
     TextRow,
     check_labels,
     choose_columns,
@@ -24,6 +27,7 @@ from pf2lora.tasks.settings import Dataset, TaskSettings
 if TYPE_CHECKING:
     from pf2lora.tasks.classification.task import Classification
 
+CLASS_WEIGHTS = ("none", "balanced")
 PAIRS = "pairs"
 
 
@@ -32,6 +36,9 @@ class ClassificationSettings(TaskSettings[TextRow]):
     """One text, or a pair of texts, with a label."""
 
     max_length: int = setting(128, "longest input in tokens")
+    class_weights: str = setting(
+        "none", "what a row's loss counts: none (each the same) or balanced, by each client's own labels"
+    )
     text: str | None = setting(None, "column of the text (guessed)", column=True)
     pair: str | None = setting(None, "column of the second text (guessed)", column=True)
     label: str | None = setting(None, "column of the label (guessed)", column=True)
@@ -42,6 +49,8 @@ class ClassificationSettings(TaskSettings[TextRow]):
 
     def __post_init__(self) -> None:
         require_positive(self, "max_length")
+        if self.class_weights not in CLASS_WEIGHTS:
+            raise unknown("class weights", self.class_weights, CLASS_WEIGHTS)
 
     def rows(
         self,
@@ -49,9 +58,24 @@ class ClassificationSettings(TaskSettings[TextRow]):
         like: Sequence[Record] | None = None,
         notes: list[str] | None = None,
     ) -> list[TextRow]:
-        like = records if like is None else like
-        columns = choose_columns(columns_of(like), like[0].file, self.text, self.pair, self.label)
-        return rows_of(records, columns)
+        return rows_of(records, self.chosen(records if like is None else like))
+
+    def chosen(self, records: Sequence[Record]) -> Columns:
+        return choose_columns(columns_of(records), records[0].file, self.text, self.pair, self.label)
+
+    def columns(self, records: Sequence[Record]) -> dict[str, str]:
+        return {name: column for name, column in asdict(self.chosen(records)).items() if column}
+
+    def likely_columns(self, records: Sequence[Record], besides: Sequence[str] = ()) -> dict[str, str]:
+        there = [name for name in columns_of(records) if name not in besides]
+        kept = [replace(record, values={c: record.values.get(c) for c in there}) for record in records]
+        label = self.label or find_column(there, LABEL_COLUMNS) or fewest_values(kept, (self.text, self.pair))
+        try:
+            return replace(self, label=label).columns(kept)
+        except UserError:
+            if self.text is not None or self.pair is not None:
+                raise
+            return replace(self, text=longest_texts(kept, (label,)), label=label).columns(kept)
 
     def questions(
         self, records: Sequence[Record], labels: Sequence[str], traits: Sequence[str] = ()

@@ -55,6 +55,10 @@ class GenerationSettings(TaskSettings[PromptRow]):
     ) -> list[PromptRow]:
         return rows_of(records, choose_columns(like or records, self.prompt, self.target))
 
+    def columns(self, records: Sequence[Record]) -> dict[str, str]:
+        found = choose_columns(records, self.prompt, self.target)
+        return {"prompt": found.prompt, "target": found.target}
+
     def questions(
         self, records: Sequence[Record], labels: Sequence[str], traits: Sequence[str] = ()
     ) -> list[PromptRow]:

@@ -13,6 +13,7 @@ from pf2lora.errors import UnknownLabel, UserError
 from pf2lora.settings import require_positive, setting
 from pf2lora.tasks.question_answering import squad
 from pf2lora.tasks.question_answering.rows import (
+    Columns,
     QuestionRow,
     choose_columns,
     questions_of,
@@ -59,7 +60,14 @@ class QuestionAnsweringSettings(TaskSettings[QuestionRow]):
         notes: list[str] | None = None,
     ) -> list[QuestionRow]:
         # By each client's own columns: one may have SQuAD's own JSON, another a csv file.
-        return rows_of(records, choose_columns(records, self.context, self.question, self.answers), notes)
+        return rows_of(records, self.chosen(records), notes)
+
+    def chosen(self, records: Sequence[Record]) -> Columns:
+        return choose_columns(records, self.context, self.question, self.answers)
+
+    def columns(self, records: Sequence[Record]) -> dict[str, str]:
+        found = self.chosen(records)
+        return {"context": found.context, "question": found.question, "answers": found.answers}
 
     def questions(
         self, records: Sequence[Record], labels: Sequence[str], traits: Sequence[str] = ()

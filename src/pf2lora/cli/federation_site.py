@@ -1,0 +1,59 @@
+"""`pf2lora federation`: what a site does for itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pf2lora.errors import UserError
+
+if TYPE_CHECKING:
+    from pf2lora.federation.protocol.policy import Policy
+
+SiteKit = Annotated[Path, typer.Argument(help="The site's kit.")]
+
+
+def read_limits(file: Path | None) -> Policy | None:
+    """The policy in `file`, if one is named."""
+    if file is None:
+        return None
+    if not file.is_file():
+        raise UserError(f"there is no file {str(file)!r}: --policy takes a policy.toml")
+    from pf2lora.federation.protocol.policy import read_policy
+
+    return read_policy(file)
+
+
+def approve(
+    kit: SiteKit,
+    name: Annotated[
+        str | None, typer.Argument(help="The run to approve (default: list those that wait).")
+    ] = None,
+) -> None:
+    """At a site: approve a run that its policy.toml lets no one begin unasked, or list what waits."""
+    import tomli_w
+
+    from pf2lora.federation.protocol import approvals
+    from pf2lora.federation.protocol.policy import POLICY_FILE, read_policy
+
+    folder = kit / "local"
+    if not (kit / "startup" / "fed_client.json").is_file():
+        raise UserError(f"{str(kit)!r} is no site's kit: a run is approved at a site")
+    if not read_policy(folder / POLICY_FILE).approve:
+        raise UserError(f"{folder / POLICY_FILE} asks for no approval: set approve = true there first")
+    if name is not None:
+        asked = approvals.approve(folder, name)
+        typer.echo(
+            f"run {name!r} is approved by {asked.by}: {asked.plan['method']}; the lead submits it again"
+        )
+        return
+    waiting = approvals.waiting(folder)
+    if not waiting:
+        typer.echo("no run waits for an approval")
+    for run, asked in waiting.items():
+        described = {key: value for key, value in asked.plan.items() if value not in ((), [], None)}
+        typer.echo(
+            f"# {run}: approve with `pf2lora federation approve {kit} {run}`\n{tomli_w.dumps(described)}"
+        )

@@ -1,0 +1,46 @@
+"""How the rates of a run change with its local steps: a warm-up, then constant, linear or cosine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pf2lora.errors import UserError, unknown
+
+RATE_SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class RateSchedule:
+    """Of a run's T local steps, t = 0 … T − 1, the first W = ⌈`warmup` · T⌉ multiply the rates by (t + 1) / W, and the
+    others by 1 (`constant`), 1 − p (`linear`) or (1 + cos πp) / 2 (`cosine`), p = (t − W) / (T − W).
+
+    No step has the rate 0: neither the first, nor the last.
+    """
+
+    kind: str = "constant"
+    warmup: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in RATE_SCHEDULES:
+            raise unknown("schedule", self.kind, RATE_SCHEDULES)
+        if not 0 <= self.warmup < 1:
+            raise UserError(f"warmup is {self.warmup}; it is a share of the run's local steps, in [0, 1)")
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether every factor is 1."""
+        return self.kind == "constant" and self.warmup == 0
+
+    def factor(self, step: int, total: int) -> float:
+        """What the rates of local step `step` (from 0) of `total` are multiplied by."""
+        rising = math.ceil(self.warmup * total - 1e-9)  # 0.1 · 30 is 3, whatever its last bit
+        if step < rising:
+            return (step + 1) / rising
+        past = (step - rising) / (total - rising)
+        if self.kind == "linear":
+            return 1 - past
+        return (1 + math.cos(math.pi * past)) / 2 if self.kind == "cosine" else 1.0
+
+
+CONSTANT = RateSchedule()

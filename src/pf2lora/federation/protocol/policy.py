@@ -1,0 +1,195 @@
+"""A site's own limits, `local/policy.toml`: what a run may ask of it. Nothing that a lead or a server sends changes
+them.
+
+A run that asks for more is refused before data or model is loaded. The server is told which limit it was, and both
+sides make the same line of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pf2lora.errors import UserError
+from pf2lora.federation.protocol.plan import Plan
+from pf2lora.methods import METHODS
+from pf2lora.parsing import read_toml
+from pf2lora.run import privacy
+from pf2lora.settings import from_table, require_not_negative, require_positive, setting, settings_of
+from pf2lora.tasks import TASKS
+
+POLICY_FILE = "policy.toml"
+WORD = re.compile(r"[A-Za-z0-9_@. -]{1,40}")  # a metric's name
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The defaults are what a site has that says nothing. A list that is empty allows all."""
+
+    min_batch_size: int = setting(4, "smallest batch, that of the second-order term (`zeta_size`) included")
+    min_steps: int = setting(2, "fewest local steps in a round")
+    min_rows: int = setting(
+        8,
+        "fewest rows behind a number that leaves: of a round's steps, of the training data, of a test or validation "
+        "score (one of fewer rows stays at home)",
+    )
+    max_rounds: int = setting(1000, "most rounds of a run")
+    max_runs: int = setting(
+        100, "most runs that the site takes part in: those of which its state folder has a state"
+    )
+    max_epsilon: float | None = setting(
+        None, "largest ε of a run; one without noise costs any amount (default: every run is taken)"
+    )
+    tasks: tuple[str, ...] = setting((), "the tasks that it takes part in")
+    methods: tuple[str, ...] = setting((), "the methods that it takes part in")
+    metrics: tuple[str, ...] = setting((), "the scores that may leave, of those that the task has")
+    models: tuple[str, ...] = setting(
+        (), "the base models that may be trained on its rows, by their digest or as site.toml names them"
+    )
+    approve: bool = setting(False, "a person must approve each run: `pf2lora federation approve`")
+    public_batch_order: bool = setting(
+        False,
+        "draw batches by the run's seed alone, which the server knows, as `pf2lora train` does: for rehearsals",
+    )
+
+    def __post_init__(self) -> None:
+        require_positive(self, "min_batch_size", "min_steps", "min_rows", "max_rounds", "max_epsilon")
+        require_not_negative(self, "max_runs")
+        for name in self.methods:
+            METHODS.check(name)
+        for name in self.tasks:
+            TASKS.check(name)
+        for name in self.metrics:
+            if not WORD.fullmatch(name):
+                raise UserError(f"metrics names {name!r}, which is no score's name")
+
+    def metrics_of(self, task: tuple[str, ...]) -> tuple[str, ...]:
+        """The scores that may leave, of those that a task has."""
+        return tuple(name for name in task if not self.metrics or name in self.metrics)
+
+    def leaving(self, found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+        """Counts of rows and sums over them as far as they may leave. Of fewer rows than `min_rows` nothing does, their
+        number included."""
+        enough = {key: sums["rows"] >= self.min_rows for key, sums in found.items()}
+        return {
+            key: {
+                name: value
+                for name, value in sums.items()
+                if name == "rows" or key == "validation" or not self.metrics or name in self.metrics
+            }
+            if enough[key]
+            else {"rows": 0}
+            for key, sums in found.items()
+            if enough[key] or key != "validation"
+        }
+
+
+LIMITS = tuple(name for name in settings_of(Policy) if name not in ("metrics", "public_batch_order"))
+"""What a run can break."""
+
+
+class PolicyBroken(UserError):
+    """A run asks for more than the site allows. `limit` names what it breaks, `allows` is its value where that is a
+    number."""
+
+    def __init__(self, plan: Plan, limit: str, allows: float | None = None) -> None:
+        super().__init__(refusal(plan, limit, allows))
+        self.fields: dict[str, Any] = {"limit": limit} | ({} if allows is None else {"allows": allows})
+
+
+def read_policy(path: Path) -> Policy:
+    """The site's policy, checked; the defaults where it has none."""
+    if not path.exists():
+        return Policy()
+    found: Policy = from_table(Policy, read_toml(path), str(path))
+    return found
+
+
+def to_toml(policy: Policy) -> str:
+    """The policy as its file, each key with what it means."""
+    import tomli_w
+
+    lines = ["# What this site lets a run ask of it (docs/federation.md). A list that is empty allows all.\n"]
+    for name, field in settings_of(Policy).items():
+        value = getattr(policy, name)
+        lines.append(f"\n# {field.metadata['help']}\n")
+        lines.append(f"# {name} =\n" if value is None else tomli_w.dumps({name: value}))
+    return "".join(lines)
+
+
+# --- what a run asks ---------------------------------------------------------------------------------------
+
+
+def check_plan(policy: Policy, plan: Plan, runs: int) -> None:
+    """`PolicyBroken` where the plan asks for more than the policy allows; the site has a state of `runs` others."""
+    values = asked(plan)
+    for name in ("min_batch_size", "min_steps", "min_rows"):
+        if values[name] < getattr(policy, name):
+            raise PolicyBroken(plan, name, getattr(policy, name))
+    if values["max_rounds"] > policy.max_rounds:
+        raise PolicyBroken(plan, "max_rounds", policy.max_rounds)
+    if runs >= policy.max_runs:
+        raise PolicyBroken(plan, "max_runs", policy.max_runs)
+    for name, value in (("tasks", plan.run.task.name), ("methods", plan.method)):
+        if getattr(policy, name) and value not in getattr(policy, name):
+            raise PolicyBroken(plan, name)
+    if policy.max_epsilon is not None and METHODS[plan.method].federated:
+        cost = spending(plan)
+        if cost is None or cost.epsilon is None or cost.epsilon > policy.max_epsilon:
+            raise PolicyBroken(plan, "max_epsilon", policy.max_epsilon)
+
+
+def asked(plan: Plan) -> Mapping[str, int]:
+    """What the plan asks for, by the limit on it."""
+    from pf2lora.run.set_up import method_settings  # with torch, which a site's main process does without
+
+    training = plan.run.training
+    second = method_settings(plan.run, plan.method).get("zeta_size")
+    return {
+        "min_batch_size": min(training.batch_size, second or training.batch_size),
+        "min_steps": training.steps,
+        "min_rows": training.steps * training.batch_size,
+        "max_rounds": training.rounds,
+    }
+
+
+def spending(plan: Plan) -> privacy.PrivacySpent | None:
+    """What the whole run costs every site; None where it has no noise."""
+    training, sites = plan.run.training, len(plan.sites)
+    how = privacy.mechanism(plan.run, METHODS[plan.method], sites, (training.seed,))
+    return privacy.spent(plan.run, how, sites, training.seed, training.rounds)
+
+
+def refusal(plan: Plan, limit: str, allows: float | None = None) -> str:
+    """The line about a broken limit, for the site's log and, from the same two values, for the lead."""
+    values, is_ = asked(plan), f"its policy's {limit} is {allows:g}" if allows is not None else ""
+    match limit:
+        case "approve":
+            return "a person there must approve the run first (`pf2lora federation approve` at the site)"
+        case "models":
+            return "its policy does not allow its base model"
+        case "tasks":
+            return f"its policy does not allow the task {plan.run.task.name!r}"
+        case "methods":
+            return f"its policy does not allow the method {plan.method!r}"
+        case _ if not is_:
+            return f"its policy refuses the run ({limit})"
+        case "max_runs":
+            return f"{is_}, and it has taken part in so many runs"
+        case "max_epsilon":
+            cost = spending(plan)
+            return f"{is_}, and the run has {'no differential privacy' if cost is None else cost.sentence()}"
+        case "min_rows" if allows is not None and values["min_rows"] >= allows:
+            return f"{is_}, and it has fewer training rows"
+    what = {
+        "min_batch_size": "smallest batch",
+        "min_steps": "steps a round",
+        "min_rows": "steps × batch_size",
+        "max_rounds": "rounds",
+    }
+    return (
+        f"{is_}, and the run's {what[limit]} {'are' if limit != 'min_batch_size' else 'is'} {values[limit]}"
+    )
