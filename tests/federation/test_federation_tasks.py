@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_federation import in_time, settings
+from small_federation import in_time, settings, write_policy
 from task_federation import LENGTHS, NAMES, TASKS, make_world
 from tiny_tasks import write_rows
 
@@ -20,6 +20,7 @@ from pf2lora.errors import UnknownLabel, UserError
 from pf2lora.federation.flare.rehearse import write_site
 from pf2lora.federation.protocol import messages, outcome
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.policy import POLICY_FILE
 from pf2lora.federation.protocol.problems import PROBLEMS, problem_code
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.site_setup import (
@@ -227,8 +228,9 @@ def test_a_rehearsal_is_the_run_in_one_process_and_the_local_run(tmp_path: Path,
     files = [*("--clients", *world.data["clients"]), "--model", str(world.model), "--device", "cpu"]
     start = [sys.executable, "-c", "from pf2lora.cli.federation import app; app()", "rehearse"]
     out = tmp_path / "run"
+    write_policy(tmp_path)
     done = subprocess.run(
-        [*start, *files, *flags, "--out", str(out)],
+        [*start, *files, *flags, "--policy", str(tmp_path / POLICY_FILE), "--out", str(out)],
         env=os.environ | {"PATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
