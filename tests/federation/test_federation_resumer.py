@@ -37,7 +37,7 @@ class Server:
         clients = lambda: [SimpleNamespace(name=site) for site in self.there]  # noqa: E731
         engine = Mock(spec=ServerEngineSpec, get_component=parts.get, get_clients=clients)
         self.context = FLContext()
-        self.context.get_engine = lambda: engine  # type: ignore[method-assign]
+        self.context.get_engine = lambda: engine
 
     def job(
         self, name: str, status: RunStatus, run: str | None = None, at: int = 0, present: Sequence[str] = ()
