@@ -46,6 +46,7 @@ class Task(ABC, Generic[Row, Prediction]):
     tokenizer: PreTrainedTokenizerBase
     clients_per_pass: int | None = None  # answering in one pass; bounds memory, as in training
     evaluation_batch: int = 64  # rows of each client that are answered at once
+    writes: bool = False  # whether it has scores of what it writes, which are of a run's end alone
 
     @abstractmethod
     def load_model(self, name: str, dtype: torch.dtype) -> PreTrainedModel:
