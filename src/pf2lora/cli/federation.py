@@ -204,7 +204,9 @@ def status(kit: LeadKit) -> None:
         limits = (f"{now['deadline']:g} s", f"{now['quorum']:g}") if now else ("", "")
         state = now.get("state") or job["status"].lower()
         table.add_row(job["name"], job["job_id"][:8], state, at, there, *limits)
-        lines += [f"{job['name']} ({job['job_id'][:8]}): {now['line']}"] if now.get("line") else []
+        said = [f"{site} is left out: {why}" for site, why in now.get("left_out", {}).items()]
+        said += [now["line"]] if now.get("line") else []
+        lines += [f"{job['name']} ({job['job_id'][:8]}): {line}" for line in said]
     console = Console()
     console.print(table)
     for line in lines:
