@@ -231,3 +231,16 @@ def resume(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's nam
 
     job = admin.resume_run(kit, name)
     typer.echo(f"run {name!r} goes on as job {job}")
+
+
+@app.command("keep-newest")
+def keep_newest(kit: KitFolder, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
+    """At a site whose server was restored from an older backup: go on with the site's newest adapter."""
+    from pf2lora.federation.protocol.checkpoints import CheckpointFolder
+    from pf2lora.federation.protocol.names import check_name
+    from pf2lora.federation.protocol.site_setup import SITE_FILE, read_site_file
+
+    check_name("run", name)
+    file = kit / "local" / SITE_FILE
+    number = CheckpointFolder(file.parent / read_site_file(file).state / name, name).keep_newest()
+    typer.echo(f"{name}: the site goes on with its adapter of round {number} when it joins again")
