@@ -13,7 +13,9 @@ from pf2lora.cli.options import choices
 from pf2lora.reproduce.presets import preset_names
 
 PRESET = "PRESET"
-OF_PRESETS = "A table or figure of the paper, by the name of its [preset](presets.md); or a TOML file, an edited copy of one."
+OF_PRESETS = (
+    "A table or figure of the paper, by its [preset](presets.md); or a TOML file, an edited copy of one."
+)
 
 
 def reference() -> str:
