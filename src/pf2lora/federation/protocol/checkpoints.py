@@ -119,8 +119,8 @@ class CheckpointFolder:
         if found is None and self.load(later[0], initial).steps > steps:
             raise StateFolderError(
                 f"the server asks for round {number}, and this site has done round {later[-1]}: the server was "
-                f"restored from an older backup, and no state before round {number} is kept. Nothing was changed. To go on with "
-                f"the adapter of round {later[-1]}: `pf2lora federation keep-newest KIT {self.run}`, then join again",
+                f"restored from an older backup, and no state before round {number} is kept. Nothing was changed. To "
+                f"go on with that of round {later[-1]}: `pf2lora federation keep-newest KIT {self.run}`, then join",
                 "ahead",
             )
         self.set_aside(number)
