@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
-from copy import deepcopy
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fuzz_mutations import bytes_changed, tensors_changed
 from safetensors.torch import save
 from small_federation import SITES, Small, make_plan, make_small
 
@@ -328,34 +324,3 @@ def test_a_score_that_is_no_number_is_left_out(small: Small, monkeypatch: pytest
 )
 def test_every_error_has_its_code(error: Exception, code: str) -> None:
     assert problem_code(error) == code and code in PROBLEMS
-
-
-# --- fuzzed ---------------------------------------------------------------------------------------------------
-
-
-def broken(data: bytes, random: Random) -> bytes:
-    """A message with something wrong in it, unless chance has it that nothing is."""
-    return random.choice([bytes_changed, tensors_changed, tensors_changed])(data, random)
-
-
-def test_no_bytes_of_one_site_cost_the_others_a_round(small: Small) -> None:
-    """Broken hellos, updates and scores by the hundred: their site is left out alone, or what it sent was harmless."""
-    random, honest = Random(0), small.coordinator
-    hello = small.ask({"site-2": honest.hello()})["site-2"]
-    for _ in range(150):
-        with suppress(messages.Malformed, UserError):  # what the controller leaves a site out for
-            honest.agreeing_first({"site-1": hello, "site-2": broken(hello, random)})
-            honest.register("site-2", broken(hello, random))
-    honest.register("site-2", hello)
-    answers = small.ask(honest.requests(list(SITES), {1}))
-    refused = 0
-    for _ in range(150):
-        bad = answers | {"site-2": broken(answers["site-2"], random)}
-        attempt = deepcopy(honest)
-        attempt.save = lambda: None  # type: ignore[method-assign]
-        record = attempt.finish_round(bad, 0.0, [])
-        assert {"site-1", "site-3", "site-4"} <= set(record["answered"]), record["refused"]
-        for why in record["refused"].values():
-            assert why.isprintable() and "\n" not in why and len(why) < 500
-        refused += "site-2" in record["refused"]
-    assert refused > 75
