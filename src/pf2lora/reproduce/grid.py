@@ -18,7 +18,7 @@ from pf2lora.methods import METHODS
 from pf2lora.reproduce.preset import Grid, Run
 from pf2lora.reproduce.running import Loader, Tell
 from pf2lora.run.config import Config
-from pf2lora.run.tries import Rates, Search, Tried, Try, served_loss, shown
+from pf2lora.run.tries import Rates, Search, Tried, Try, on_validation_rows, served_loss, shown
 from pf2lora.run.workload import Workload
 
 FILE = "grid.json"
@@ -43,7 +43,7 @@ def search(grid: Grid, run: Run, folder: Path, tell: Tell) -> list[Search]:
 
     @cache
     def workload() -> Workload:
-        return Loader(config).load()
+        return on_validation_rows(Loader(config).load())
 
     def scores(method: str, rates: Sequence[Rates]) -> list[Try]:
         known = len(tried.tries)

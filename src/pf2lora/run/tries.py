@@ -24,6 +24,7 @@ from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.parsing import read_json
 from pf2lora.run import trial as trials
+from pf2lora.run.cadence import rounds_to_evaluate
 from pf2lora.run.config import Config, difference, from_dict, merged, place_of, to_dict
 from pf2lora.run.progress import track
 from pf2lora.run.result import SeedRun
@@ -88,8 +89,8 @@ def _mean(losses: Sequence[float | None]) -> float | None:
 
 
 def on_validation_rows(workload: Workload) -> Workload:
-    """The workload with validation rows in the place of test rows, which no try gets to see. A client without any has a
-    row of its training there, whose score nobody asks for."""
+    """The workload with validation rows in the place of test rows, which no try gets to see, evaluated after the same
+    rounds. A client without any has a row of its training there, whose score nobody asks for."""
     if workload.validation is None:
         raise UserError(
             "tries are judged by validation rows, and there are none: give --validation files, or a --validation-ratio "
@@ -97,7 +98,8 @@ def on_validation_rows(workload: Workload) -> Workload:
         )
     clients = [replace(c, test=c.validation or c.train[:1]) for c in workload.clients]
     test = workload.task.encode([client.test for client in clients], training=False).to(workload.device)
-    return replace(workload, clients=clients, test=test)
+    every = replace(workload.config.training, evaluate_every=min(rounds_to_evaluate(workload)))
+    return replace(workload, clients=clients, test=test, config=replace(workload.config, training=every))
 
 
 # --- configs -----------------------------------------------------------------------------------------------
