@@ -23,7 +23,7 @@ MUST_AGREE = (
     "layout",
 )  # of what sites say of themselves
 # Between a run's beginning and its resumption.
-MAY_CHANGE = ("deadline", "final_deadline", "quorum", "norm_limit", "rounds", "patience")
+MAY_CHANGE = ("deadline", "final_deadline", "wait", "quorum", "norm_limit", "rounds", "patience")
 
 
 class DoesNotFit(UserError):

@@ -14,12 +14,14 @@ from pf2lora.run.decode import decode
 
 SITES = "registered"  # a file per site, as old as its way to this server
 ALIVE = "alive"  # a file per site, as old as its last heartbeat
+UNFINISHED = ("running", "waiting", "continue")
 STATUS, LINES, JOBS = "status.json", "lines.jsonl", "jobs"
 
 
 @dataclass
 class Status:
-    """`state` is running, continue (a new job takes over), stopped, failed or finished; `line` says why."""
+    """`state` is running, waiting (below its quorum), continue (a new job takes over), stopped, failed or finished;
+    `line` says why. `absent` are the sites that were not there at the end."""
 
     state: str
     round: int
@@ -27,6 +29,7 @@ class Status:
     job: str = ""
     line: str = ""
     present: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # by its hello, with the reason
     deadline: float = 0.0
     quorum: float = 0.0

@@ -34,10 +34,13 @@ from pf2lora.federation.protocol.messages import (
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import OF_A_ROUND, told
 from pf2lora.federation.protocol.server_checkpoint import Knowledge
-from pf2lora.federation.protocol.stopping import out_of_patience
+from pf2lora.federation.protocol.stopping import QuorumMissed, out_of_patience
 from pf2lora.methods import METHODS
+from pf2lora.parsing import read_json
 from pf2lora.run import privacy
 from pf2lora.run.set_up import merging_method
+
+FINAL = "final.json"  # the sites' last scores
 
 
 class RoundRecord(TypedDict):
@@ -167,9 +170,21 @@ class ServerSession:
         return found
 
     def finish_requests(self, present: list[str]) -> dict[str, bytes]:
-        """After the last round: the last average, to keep and to measure."""
+        """After the last round: the last average, to keep and to measure; for those that have not got it."""
         fields: dict[str, Any] = {"kind": "finish", "round": self.done + 1}
-        return {site: encode(fields | self.undo(site), self.common_for(site)) for site in present}
+        sites = [site for site in present if site in self.unserved()]
+        return {site: encode(fields | self.undo(site), self.common_for(site)) for site in sites}
+
+    def unserved(self) -> list[str]:
+        """The sites that have not yet told their last scores."""
+        told = self.final()
+        return [s for s in self.plan.sites if told.get(s, {}).get("round") != self.done + 1]
+
+    def final(self) -> dict[str, dict[str, Any]]:
+        """The last scores, by site, as far as they are known."""
+        file = self.folder / FINAL
+        found: dict[str, dict[str, Any]] = read_json(file) if file.is_file() else {}
+        return found
 
     def undo(self, site: str) -> dict[str, int]:
         """The round that a site is to undo: its last one, where what it sent then was refused."""
@@ -289,14 +304,14 @@ class ServerSession:
 
     def finish(self, answers: Mapping[str, object]) -> None:
         """The last scores, and the end."""
-        scores: dict[str, dict[str, Any]] = {}
+        scores = self.final()
         for site, data in answers.items():
             try:
                 scores[site] = self.read_answer(data, "scores", self.done + 1).fields
             except Malformed as error:
                 scores[site] = {"kind": "problem", "reason": str(error)}
         with writing(self.folder):
-            atomic.write_json(self.folder / "final.json", scores)
+            atomic.write_json(self.folder / FINAL, scores)
         self.save()
 
     # --- the checkpoint -------------------------------------------------------------------------------------
@@ -322,20 +337,6 @@ class ServerSession:
         self.done, self.records, self.ranks = knowledge.done, knowledge.records, knowledge.ranks
         self.sites = knowledge.facts
         self.kept = restored(self.kept, kept, path)
-
-
-class QuorumMissed(UserError):
-    """Too few usable answers."""
-
-    def __init__(
-        self, number: int, got: int, asked: int, plan: Plan, missing: list[str], refused: Mapping[str, str]
-    ) -> None:
-        why = [f"{site} did not answer within {plan.deadline:g} s" for site in missing]
-        why += [f"{site}: {reason}" for site, reason in refused.items()]
-        super().__init__(
-            f"round {number}: {got} of {asked} sites gave an update and the quorum is {plan.needed(asked)} "
-            f"({'; '.join(why) or 'no site was there'}); resumed, the run goes on with this round"
-        )
 
 
 def server_method(plan: Plan, layout: Layout) -> Method:

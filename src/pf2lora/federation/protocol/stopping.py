@@ -1,4 +1,4 @@
-"""When a run ends before its last round: the server's `--patience`, by the sites' validation losses."""
+"""When a run ends before its last round: too few sites, or `--patience`, by the sites' validation losses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,28 @@ from typing import Any
 
 import torch
 
+from pf2lora.errors import UserError
+from pf2lora.federation.protocol.plan import Plan
 from pf2lora.run.config import TrainingSettings
 from pf2lora.run.watched import Stopper
 
 Answers = Mapping[str, Mapping[str, Any]]
 """The fields of each site's answer in a round."""
+
+
+class QuorumMissed(UserError):
+    """Too few usable answers."""
+
+    def __init__(
+        self, number: int, got: int, asked: int, plan: Plan, missing: list[str], refused: Mapping[str, str]
+    ) -> None:
+        self.missing = missing
+        why = [f"{site} did not answer within {plan.deadline:g} s" for site in missing]
+        why += [f"{site}: {reason}" for site, reason in refused.items()]
+        super().__init__(
+            f"round {number}: {got} of {asked} sites gave an update and the quorum is {plan.needed(asked)} "
+            f"({'; '.join(why) or 'no site was there'}); resumed, the run goes on with this round"
+        )
 
 
 def out_of_patience(training: TrainingSettings, rounds: Iterable[Answers]) -> bool:
