@@ -1,4 +1,4 @@
-"""Sites that come back, with real processes: at once, after the end, after a cut link; and what a killed `join` leaves."""
+"""Sites that come back, with real processes: at once, after the end, after a cut link; and a killed `join`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 import psutil
 from flare_federation import flare
 
+from pf2lora.federation.protocol.server import ServerSession
+
 pytestmark = pytest.mark.slow
 
 
 def test_a_site_that_is_started_again_is_noticed_at_once_and_one_away_at_the_end_is_served(
     tmp_path: Path,
 ) -> None:
-    plan = make_plan("pf2lora", SITES[:3], config={"rounds": 25, "steps": 30}, deadline=300)
+    plan = make_plan("pf2lora", SITES[:3], config={"rounds": 25, "steps": 30}, deadline=60)
     with flare(tmp_path, plan) as run:
         run.start("server")
         run.start(*plan.sites)
@@ -32,14 +34,13 @@ def test_a_site_that_is_started_again_is_noticed_at_once_and_one_away_at_the_end
         run.wait(lambda: run.round() >= 2, 120, "round 2")
         run.kill("site-2")
         run.start("site-2")
-        began, at = time.monotonic(), run.round()
-        run.wait(lambda: run.round() > at + 1, 150, "the run to go on")
-        assert time.monotonic() - began < 150 < plan.deadline
-        assert run.says("site-2 did not answer") and run.says("before it was started again")
+        run.wait(lambda: run.says("before it was started again"), 60, "it to be noticed")
+        run.wait(lambda: run.says("rounds 4 to") or run.says("rounds 5 to"), 120, "the run to go on with it")
+        assert all(
+            r["seconds"] < 30 for r in ServerSession(plan, run.run).records
+        )  # nobody waited for the deadline
         run.kill("site-3")  # it is not there at the end
-        run.kill("site-2")
-        run.start("site-2")
-        run.wait(lambda: run.state() == "finished", 400, "the end")
+        run.wait(lambda: run.state() == "finished", 240, "the end")
         final = run.run / "final.json"
         assert "site-3" not in json.loads(final.read_text())
         run.start("site-3")
@@ -83,5 +84,5 @@ def test_a_killed_join_leaves_nothing_behind(tmp_path: Path) -> None:
         assert len(family) == 2  # the site and its job
         os.kill(join.pid, signal.SIGKILL)
         join.wait()
-        left, alive = psutil.wait_procs(family, timeout=15)
+        _, alive = psutil.wait_procs(family, timeout=15)
         assert not alive
