@@ -16,11 +16,12 @@ from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
 from pf2lora.methods.own_size import AUTO, FIXED
 from pf2lora.run import trial as trials
+from pf2lora.run.baselines import baselines
 from pf2lora.run.checkpoints import Checkpoints, Finished
 from pf2lora.run.config import Config, to_dict
 from pf2lora.run.made_with import machine, versions
 from pf2lora.run.progress import track
-from pf2lora.run.result import ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
+from pf2lora.run.result import Baseline, ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
 from pf2lora.run.resuming import out_of_memory
 from pf2lora.run.set_up import Trial, check_methods, method_settings, schedule_of, set_up
 from pf2lora.run.trial import Outcome
@@ -82,6 +83,7 @@ def compare(
     told: set[str] = set()
     examples: dict[tuple[int, int], ExampleRecord] = {}
     tell_notes(workload, watcher, told)
+    references = baselines(workload)
     for asked in config.training.method:
         kind = METHODS[asked]
         methods[kind.name] = MethodResult(kind.label, [])
@@ -99,7 +101,7 @@ def compare(
                 keeper.fail(kind.name, reason)
             methods[kind.name] = replace(methods[kind.name], failed=reason)
             watcher.on_note(f"{kind.label} failed: {reason}")
-        result = describe(workload, methods, list(examples.values()))
+        result = describe(workload, methods, list(examples.values()), references)
         watcher.on_result(result)
     return result
 
@@ -136,9 +138,9 @@ def add_examples(
 ) -> None:
     """A method's answers to a few rows of each client, beside those of the other methods."""
     for k, shown in enumerate(found.examples):
-        for i, example in enumerate(shown):
+        for example in shown:
             entry = ExampleRecord(workload.names[k], example.prompt, list(example.references), {})
-            examples.setdefault((k, i), entry).outputs[method] = example.output
+            examples.setdefault((k, example.row), entry).outputs[method] = example.output
 
 
 def run_seeds(
@@ -231,7 +233,12 @@ def told_round(
     watcher.on_round(trial.method.name, seed, record)
 
 
-def describe(workload: Workload, methods: dict[str, MethodResult], examples: list[ExampleRecord]) -> Result:
+def describe(
+    workload: Workload,
+    methods: dict[str, MethodResult],
+    examples: list[ExampleRecord],
+    references: dict[str, Baseline] | None = None,
+) -> Result:
     """The result of these methods on the workload."""
     config, task = workload.config, workload.task
     names = [method.label for method in methods.values()]
@@ -252,4 +259,6 @@ def describe(workload: Workload, methods: dict[str, MethodResult], examples: lis
         machine=machine(workload.device),
         methods=methods,
         examples=examples,
+        baselines=references or {},
+        labels=list(task.labels),
     )
