@@ -149,7 +149,7 @@ def test_scores_and_a_few_examples_of_every_client() -> None:
     test = SimpleNamespace(of=lambda clients: ("encoded rows", clients))
     config = SimpleNamespace(output=SimpleNamespace(examples=None))
     workload = SimpleNamespace(task=task, test=test, clients=clients, config=config)
-    trial: Any = SimpleNamespace(workload=workload, model="model", seeds=(7,))
+    trial: Any = SimpleNamespace(workload=workload, model="model", seeds=(7,), measured_fully=True)
     x, y = torch.zeros(2, 1), torch.ones(2, 1)
     found = measure(trial, Models(x, y))
     assert set(found.scores) == set(METRICS)

@@ -34,7 +34,7 @@ def candidates(trial: Trial, done: Round, served: Models) -> Iterator[tuple[str,
         yield COMMON, Models(done.served.x, torch.zeros_like(done.served.y))
 
 
-def candidate_names(method: Method) -> list[str]:
+def candidate_names(method: Method | type[Method]) -> list[str]:
     """What a method's clients choose among after a round."""
     own = [COMMON] if method.two_level or method.adapts_before_use else []
     return [SERVED, *([BEFORE] if method.federated else []), *own]

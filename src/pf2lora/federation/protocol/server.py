@@ -18,7 +18,7 @@ from pf2lora.engines.bad_clients import check_enough
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import private, server_checkpoint
-from pf2lora.federation.protocol.agreement import check_fits, keep_plan
+from pf2lora.federation.protocol.agreement import agreeing_first, check_fits, keep_plan
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.checkpoints import restored, writing
 from pf2lora.federation.protocol.messages import (
@@ -77,6 +77,16 @@ class ServerSession:
         self.resume()
 
     # --- who is there ---------------------------------------------------------------------------------------
+
+    def agreeing_first(self, answers: Mapping[str, object]) -> list[str]:
+        """Who answered a hello, those first of which the most have the same; unreadable answers say nothing."""
+        facts: dict[str, Mapping[str, Any]] = {}
+        for site, data in answers.items():
+            try:
+                facts[site] = self.allow_list(None).check(data, ("hello",)).fields
+            except Malformed:
+                continue
+        return [*agreeing_first(facts), *(site for site in answers if site not in facts)]
 
     def register(self, site: str, data: object) -> None:
         """Take a site's answer to a hello. `Malformed` if it is none; a UserError that names the site and the remedy
@@ -324,7 +334,7 @@ class QuorumMissed(UserError):
         why += [f"{site}: {reason}" for site, reason in refused.items()]
         super().__init__(
             f"round {number}: {got} of {asked} sites gave an update and the quorum is {plan.needed(asked)} "
-            f"({'; '.join(why) or 'no site was there'}); the same command resumes at this round"
+            f"({'; '.join(why) or 'no site was there'}); resumed, the run goes on with this round"
         )
 
 
