@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from pf2lora.data.memory import Tables
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
@@ -46,8 +47,9 @@ class Watcher:
             self.tell(event)
 
 
-def prepare(config: Config) -> Workload:
-    """Data, tokens and the frozen base model, and every method set up once: what is wrong is said before training."""
+def prepare(config: Config, tables: Tables | None = None) -> Workload:
+    """Data, tokens and the frozen base model, and every method set up once: what is wrong is said before training.
+    `tables` are rows in memory."""
     schedule_of(config, config.training.seed)
     check_validation(config)
     names = [METHODS[name].name for name in config.training.method]
@@ -57,7 +59,7 @@ def prepare(config: Config) -> Workload:
     for table in config.methods:
         if table not in (*METHODS, *config.training.method, *names):
             raise unknown("method in [methods]", table, [*METHODS, *names])
-    workload = load_workload(config)
+    workload = load_workload(config, tables=tables)
     check_methods(workload)
     return workload
 
