@@ -31,6 +31,9 @@ NormLimit = Annotated[
 Wire = Annotated[
     str, typer.Option("--wire", help="Precision of the common adapter on the network: float32 or bfloat16.")
 ]
+Masked = Annotated[
+    bool, typer.Option("--masked", help="Sites mask their updates: the server sees only a round's sum.")
+]
 KitFolder = Annotated[Path, typer.Argument(help="A start-up kit, as `provision` made it.")]
 LeadKit = Annotated[Path, typer.Option("--kit", help="The lead's kit.")]
 
@@ -51,6 +54,7 @@ def rehearse(
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
+    masked: Masked = False,
     out: Annotated[Path, typer.Option("--out", help="The run folder to write.", **WRITTEN)] = Path(
         "runs/federation"
     ),
@@ -71,7 +75,13 @@ def rehearse(
     quiet_libraries()
     limits = read_limits(policy)
     config = with_sites(rehearsal_config(settings, file, sites), sites)
-    options = {"deadline": deadline, "quorum": quorum, "norm_limit": norm_limit, "wire": wire}
+    options = {
+        "deadline": deadline,
+        "quorum": quorum,
+        "norm_limit": norm_limit,
+        "wire": wire,
+        "masked": masked,
+    }
     try:
         result = run(config, out, options=options, force=force, tell=tell, policy=limits)
     except KeyboardInterrupt:
@@ -148,6 +158,7 @@ def submit(
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
+    masked: Masked = False,
 ) -> None:
     """Hand a run to the server. The same command resumes one that was stopped."""
     from pf2lora.federation.flare import admin
@@ -167,6 +178,7 @@ def submit(
         quorum=quorum,
         norm_limit=norm_limit,
         wire=wire,
+        masked=masked,
     )
     job = admin.submit(kit, plan)
     typer.echo(f"run {name!r} is job {job}: deadline {deadline:g} s a round, quorum {quorum:g}")
