@@ -205,6 +205,61 @@ def test_too_few_for_a_sum_stop_the_run_and_it_goes_on_when_they_are_there(tmp_p
     assert small.coordinator.done == 3
 
 
+def test_a_round_is_summed_once_and_a_server_that_lost_the_sum_goes_on_with_the_next(tmp_path: Path) -> None:
+    """Of two sums of one round, with and without a site, that site's part would follow."""
+    small = make_masked(tmp_path, masked_plan("homlora"))
+    small.greet()
+    small.round()
+    kept = small.coordinator.common
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small.coordinator, "finish_round", lambda *args: None)
+        small.round()  # the server dies before it has saved round 2
+    small.start_server()
+    small.greet()
+    record = small.round()
+    assert record["round"] == 2 and record["answered"] == []
+    assert record["refused"] == dict.fromkeys(SITES, PROBLEMS["summed"])
+    assert kept is not None and small.coordinator.common is not None
+    assert torch.equal(small.coordinator.common, kept)
+    small.start_server()  # and from its disk
+    assert small.round()["answered"] == list(SITES)
+    assert not torch.equal(small.coordinator.common, kept)
+
+
+def test_a_round_whose_masks_stay_on_counts_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = make_masked(tmp_path, masked_plan("homlora"))
+    small.greet()
+    everybody = small.ask
+
+    def few(requests: dict[str, bytes]) -> dict[str, bytes]:
+        unmask = {messages.decode(data).kind for data in requests.values()} == {"unmask"}
+        return everybody(dict(list(requests.items())[:2]) if unmask else requests)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(small, "ask", few)
+        record = small.round()
+    assert record["answered"] == [] and small.coordinator.common is None
+    assert all("2 shares, of which 3 are needed" in why for why in record["refused"].values())
+    assert record["take_back"] == list(SITES)
+    record = small.round()
+    assert record["answered"] == list(SITES) and small.coordinator.common is not None
+    saved = small.sessions["site-1"].latest
+    assert (
+        saved is not None and saved.steps == 4
+    )  # with batches of its own: those of round 1 are not drawn again
+
+
+def test_a_damaged_note_of_the_last_sum_is_one_line(tmp_path: Path) -> None:
+    small = make_masked(tmp_path, masked_plan("homlora"))
+    masks = small.setups["site-1"].masks
+    assert masks is not None and masks.summed() == 0
+    masks.file.write_text("w1")
+    with pytest.raises(UserError, match="it holds no number of a round"):
+        small.sessions["site-1"].answer(messages.Message({"kind": "keys", "round": 1}, {}))
+
+
 # --- servers and sites that cheat ---------------------------------------------------------------------------
 
 
@@ -362,7 +417,7 @@ def test_a_masked_rehearsal_has_the_local_runs_numbers(tmp_path: Path) -> None:
     _, common, trial = local_run(tmp_path, make_plan("pf2lora", SITES[:3]), "test")
     saved = load_file(tmp_path / "run" / "state" / "common.safetensors")
     flat = trial.model.common_layout.pack({name: t[None] for name, t in saved.items()})[0]
-    assert (flat - common).abs().max() <= 1e-5
+    assert (flat - common).norm() <= 1e-4 * common.norm()  # AdamW makes whole steps of next to nothing
 
 
 @pytest.mark.slow

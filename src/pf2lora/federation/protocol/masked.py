@@ -7,6 +7,7 @@ be taken away. Whoever is missing or refused in one is not in the next.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,19 +15,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from pf2lora import atomic
 from pf2lora.core.method import Method
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import approvals, ring
+from pf2lora.federation.protocol.checkpoints import StateFolderError, writing
 from pf2lora.federation.protocol.identity import KitIdentity
 from pf2lora.federation.protocol.messages import Malformed, Message, encode, to_flat
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import Policy
-from pf2lora.federation.protocol.secure_sum import Keys, LostKeys, Refused, ServerSum, SiteSum, threshold
+from pf2lora.federation.protocol.secure_sum import (
+    AlreadySummed,
+    Keys,
+    LostKeys,
+    Refused,
+    ServerSum,
+    SiteSum,
+    threshold,
+)
+from pf2lora.parsing import read_text
 from pf2lora.run.privacy import sends_the_adapter_alone
 
 if TYPE_CHECKING:
     from pf2lora.federation.protocol.server import ServerSession
 
+SUMMED = "summed-round"
 Exchange = Callable[[str, Mapping[str, bytes]], Mapping[str, object]]
 """Sends every site its request, under a name for the step; what came back in time."""
 
@@ -49,23 +62,39 @@ def check_maskable(method: Method) -> None:
 
 class SiteMasks:
     """The masks of a site, round by round. Keys live in memory alone: a site that is started again has lost them, and
-    takes part in the next round."""
+    takes part in the next round. Which round was unmasked last is in the state `folder`: none is twice."""
 
-    def __init__(self, plan: Plan, site: str, identity: KitIdentity, fewest: int) -> None:
+    def __init__(self, plan: Plan, site: str, identity: KitIdentity, fewest: int, folder: Path) -> None:
         self.plan, self.site, self.identity, self.fewest = plan, site, identity, fewest
+        self.file = folder / SUMMED
         self.now: SiteSum | None = None
         self.number = 0  # the round that this is of
 
     @classmethod
-    def of(cls, plan: Plan, kit: Path, site: str, policy: Policy) -> SiteMasks | None:
+    def of(cls, plan: Plan, kit: Path, site: str, policy: Policy, folder: Path) -> SiteMasks | None:
         """Of a site with this kit; None where the run has no masks."""
-        return cls(plan, site, KitIdentity.of(kit / "startup"), policy.min_sites) if plan.masked else None
+        if not plan.masked:
+            return None
+        return cls(plan, site, KitIdentity.of(kit / "startup"), policy.min_sites, folder)
+
+    def summed(self) -> int:
+        """The last round of which this site gave shares away, from its disk."""
+        if not self.file.exists():
+            return 0
+        text = read_text(self.file).strip()
+        if not re.fullmatch(r"[0-9]{1,15}", text):
+            raise StateFolderError(f"{self.file} is damaged: it holds no number of a round", "state")
+        return int(text)
 
     def answer(self, request: Message) -> bytes:
         """The reply to a request of one of the masks' own kinds."""
         number, kind = request.round, request.kind
         answer: dict[str, Any] = {"kind": kind, "round": number}
         if kind == "keys":
+            if number <= self.summed():
+                raise AlreadySummed(
+                    f"round {number} was summed already; a second sum would tell its parts apart"
+                )
             new = SiteSum(self.site, context(self.plan, number), self.identity, self.fewest)
             self.now, self.number = new, number
             return encode(answer | {"keys": asdict(new.keys())})
@@ -74,6 +103,8 @@ class SiteMasks:
             roster = {site: Keys(**keys) for site, keys in request.fields["roster"].items()}
             return encode(answer | {"shares": {s: data.hex() for s, data in own.shares(roster).items()}})
         told = own.unmask(request.fields["answered"])
+        with writing(self.file.parent):  # before anything leaves
+            atomic.write_text(self.file, f"{number}\n")
         return encode(answer | {"unmask": {s: [what, share.hex()] for s, (what, share) in told.items()}})
 
     def of_round(self, number: int) -> SiteSum:
@@ -172,3 +203,14 @@ def unmasked(server: ServerSum) -> Summed:
     except Refused as error:
         return Summed(server.answered, None, str(error))
     return Summed(server.answered, ring.from_ring(total))
+
+
+def lost_sum(session: ServerSession, summed: Summed, problems: Mapping[str, str], asked: int) -> bool:
+    """Whether a round is over without a sum: sites gave shares away, which they do once, and too few are left to give
+    others. It then counts for nobody, and the run goes on with the next."""
+    given, needed = [site for site, code in problems.items() if code == "summed"], session.plan.needed(asked)
+    if summed.total is not None and asked - len(given) >= needed:
+        return False
+    sizes = [session.known_method.arrives(n).size for n in (max(1, session.done), session.done + 1)]
+    fits = session.common is None or sizes[0] == sizes[1]  # the last answer is the next one's too
+    return fits and (len(summed.sites) >= needed or bool(given))

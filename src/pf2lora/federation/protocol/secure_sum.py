@@ -39,6 +39,10 @@ class Refused(UserError):
     """Something in a round of masks is not as it must be; nothing was revealed."""
 
 
+class AlreadySummed(UserError):
+    """The round was summed: a second sum of it, without some site, would tell that site's part."""
+
+
 class LostKeys(UserError):
     """The round's keys are not, or no longer, here."""
 

@@ -21,7 +21,7 @@ from pf2lora.federation.protocol import private, server_checkpoint
 from pf2lora.federation.protocol.agreement import check_fits, keep_plan
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.checkpoints import restored, writing
-from pf2lora.federation.protocol.masked import Summed, check_maskable
+from pf2lora.federation.protocol.masked import Summed, check_maskable, lost_sum
 from pf2lora.federation.protocol.messages import (
     Malformed,
     Message,
@@ -207,11 +207,12 @@ class ServerSession:
         kept = [s for s in self.plan.sites if s in updates and s not in refused]
         asked = len(self.chosen(number))
         self.check_strict([s for s in refused if s not in stopped], refused, number)
-        if len(kept) < self.plan.needed(asked):
+        if summed is not None and lost_sum(self, summed, problems, asked):
+            refused |= dict.fromkeys(kept, f"the round has no sum ({summed.why})")
+            kept = []
+        elif len(kept) < self.plan.needed(asked):
             raise QuorumMissed(number, len(kept), asked, self.plan, missing, refused)
-        if summed is not None:
-            if summed.total is None:
-                raise QuorumMissed(number, 0, asked, self.plan, missing, refused | {"the sum": summed.why})
+        if summed is not None and summed.total is not None:
             self.merge_sum(summed.total, len(kept), number)
         elif vectors:
             self.merge(kept, vectors, number)

@@ -24,7 +24,7 @@ from pf2lora.federation.protocol.messages import (
     to_tensors,
 )
 from pf2lora.federation.protocol.ring import TooLarge
-from pf2lora.federation.protocol.secure_sum import LostKeys, Refused
+from pf2lora.federation.protocol.secure_sum import AlreadySummed, LostKeys, Refused
 from pf2lora.federation.protocol.site_models import SiteModels
 from pf2lora.federation.protocol.site_setup import SiteSetup
 from pf2lora.run.validation import sampled_judge
@@ -158,13 +158,14 @@ class SiteSession:
             raise Malformed(f"a request for {request.kind} in a run without masks")
         try:
             return self.setup.masks.answer(request)
-        except (Refused, LostKeys) as error:
+        except (Refused, LostKeys, AlreadySummed) as error:
             return self.masks_problem(request.round, error)
 
     def masks_problem(self, number: int, error: Exception) -> bytes:
         """The round goes on without this site; its own log says why."""
         logger.warning("%r is not in the masked sum of round %d: %s", self.setup.client, number, error)
-        return encode({"kind": "problem", "round": number, "code": "masks"})
+        code = "summed" if isinstance(error, AlreadySummed) else "masks"
+        return encode({"kind": "problem", "round": number, "code": code})
 
     def left_out(
         self, fields: dict[str, Any], received: State, saved: Checkpoint, reason: str, figures: torch.Tensor

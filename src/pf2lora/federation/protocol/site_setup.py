@@ -172,7 +172,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     place = plan.sites.index(site), len(plan.sites)
     trial = set_up(workload, plan.method, config.training.seed, place=place)
     if not policy.public_batch_order:
-        seed = private_seed(config.training.seed, state_folder(plan, file).parent)
+        seed = private_seed(config.training.seed, plan.name, state_folder(plan, file).parent)
         trial = replace(trial, source=replace(trial.source, seeds=(seed,)))
     named = hashlib.sha256(json.dumps(labels).encode()).hexdigest()
     facts = {
@@ -187,7 +187,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     }
     if plan.masked:
         check_maskable(trial.method)
-    masks = SiteMasks.of(plan, file.parent.parent, site, policy)
+    masks = SiteMasks.of(plan, file.parent.parent, site, policy, state_folder(plan, file))
     return SiteSetup(trial, moved(trial.state, workload.device), facts, policy, masks)
 
 
