@@ -44,6 +44,20 @@ audit: $(VENV)/.installed
 licences: $(VENV)/.installed
 	$(BIN)/python tests/licences.py
 
+# The example notebook's outputs, made anew with the embedded model: minutes. A test says when they are stale.
+.PHONY: notebook
+notebook: $(VENV)/.installed
+	$(BIN)/python tests/helpers/notebook.py
+
+# The documentation site in build/site: strictly, and without a network. Every link and anchor of it is followed.
+.PHONY: docs
+docs: export HF_HUB_OFFLINE = 1
+docs: $(VENV)/.installed
+	@$(PIP) --editable ".[docs]"
+	rm -rf build/site
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs . build/site
+	$(BIN)/python tests/helpers/site_check.py build/site
+
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pf2lora.core.method import StepStats as StepStats
     from pf2lora.methods import METHODS as METHODS
     from pf2lora.report import build as build_report
+    from pf2lora.run import events as events
     from pf2lora.run.api import federate as federate
     from pf2lora.run.config import Config as Config
     from pf2lora.run.result import Result as Result
@@ -39,6 +40,7 @@ _PUBLIC = {
     "TASKS": "pf2lora.tasks:TASKS",
     "TaskSettings": "pf2lora.tasks.settings:TaskSettings",
     "errors": "pf2lora.errors",
+    "events": "pf2lora.run.events",
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "__version__",
     "build_report",
     "errors",
+    "events",
     "federate",
     "load_result",
     "load_run",

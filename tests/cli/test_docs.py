@@ -28,7 +28,7 @@ from pf2lora.run.set_up import method_table
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^```([\w{}-]*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 RESULT_PAGE = (ROOT / "docs" / "result.md").read_text(encoding="utf8")
 
 

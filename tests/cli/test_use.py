@@ -27,8 +27,11 @@ from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import onboarding
 from pf2lora.run.comparison import prepare
+from pf2lora.run.evaluation import Models
+from pf2lora.run.joining import Joining, scores_of
 from pf2lora.run.result import load_result
 from pf2lora.run.saved import read_config
+from pf2lora.run.validation import judge
 from pf2lora.tasks.classification.rows import TextRow
 
 
@@ -165,12 +168,13 @@ def test_onboard_end_to_end(copy: Path, tmp_path: Path, monkeypatch: pytest.Monk
     args = ["onboard", copy, file, "--client", "east"]
     code, out, _ = command_line(monkeypatch, capsys, *args)
     assert code == 0 and "east is part of the run" in out
-    for row in ("common adapter alone", "own adapter on it", "training alone"):
+    for row in ("the common adapter alone", "own adapter on the common one", "training alone"):
         assert row in out
+    assert "east deploys: own adapter on the common one (it has no validation rows to choose by)" in out
     assert len(common) == 4 and all(path.read_bytes() == before for path, before in (common | others).items())
-    scores = json.loads((copy / "clients" / "east" / "onboarding.json").read_text())
-    assert list(scores) == ["common adapter alone", "own adapter on it", "training alone"]
-    own, alone = scores["own adapter on it"], scores["common adapter alone"]
+    scores = json.loads((copy / "clients" / "east" / "onboarding.json").read_text())["scores"]
+    assert list(scores) == ["own", "common", "local"]
+    own, alone = scores["own"], scores["common"]
     assert own["accuracy"] > alone["accuracy"] + 0.3 and own["loss"] < alone["loss"]
     told = json.loads(
         command_line(monkeypatch, capsys, "evaluate", copy, file, "--client", "east", "--json")[1]
@@ -188,12 +192,16 @@ def test_onboard_says_what_three_ways_give(copy: Path, tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "east.jsonl", sentences(40, seed=9))
     first = onboarding.onboard(loaded, "east", file, rounds=2)
     again = onboarding.onboard(loaded, "far-east", file, rounds=2)
-    assert first.keys() == again.keys()
+    assert first.scores.keys() == again.scores.keys()
     client = onboarding.read_client(loaded, "east", file)
     reopened = opened(copy)
-    fitting = onboarding.Fitting(reopened, client, rounds=2)
-    assert fitting.measure(*reopened.client("east")) == pytest.approx(first["own adapter on it"], abs=1e-6)
-    assert fitting.measure(*reopened.common()) == pytest.approx(first["common adapter alone"], abs=1e-6)
+    joining = Joining(reopened, client, rounds=2)
+    for models, scores in (
+        (reopened.client("east"), first.scores["own"]),
+        (reopened.client("east"), first.deploy),
+        (reopened.common(), first.scores["common"]),
+    ):
+        assert scores_of(joining.measure(Models(*models))) == pytest.approx(scores, abs=1e-6)
     x, _ = reopened.client("east")
     assert torch.equal(x, reopened.common()[0])
 
@@ -208,21 +216,12 @@ def test_a_newcomer_finds_its_own_size_where_the_runs_clients_do(world: World, t
         found = onboarding.onboard(loaded, name, file, rounds=10)
         client = onboarding.read_client(loaded, name, file)
         assert (len(client.train), len(client.validation), len(client.test)) == (51, 13, 16)
-        fitting = onboarding.Fitting(loaded, client, rounds=1)
+        joining = Joining(loaded, client, rounds=1)
         x, y = opened(tmp_path / "run").client(name)
-        own, alone = (fitting.judge(x, personal).mean() for personal in (y, torch.zeros_like(y)))
-        assert own <= alone + 1e-9 and found["own adapter on it"].keys() == {"accuracy", "matthews", "loss"}
+        losses = judge(joining.trial(joining.local(), *loaded.common()), [0], joining.workload.validation)
+        assert losses(x, y).mean() <= losses(*loaded.common()).mean() + 1e-9
+        assert found.scores["own"].keys() == {"accuracy", "matthews", "loss"}
     assert json.loads((tmp_path / "run" / "clients" / "east" / "onboarding.json").read_text())
-
-
-def test_a_newcomer_without_rows_to_choose_by_has_the_fixed_rate(world: World, tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "east.jsonl", sentences(40, seed=9, flipped=True))
-    found = []
-    for rate in ("auto", 0.03):
-        run = tmp_path / f"run-{rate}"
-        pf2lora.federate(**world.settings(client_lr=rate, client_bias=False, out=run))
-        found.append(onboarding.onboard(opened(run), "east", file, rounds=3))
-    assert found[0] == found[1]
 
 
 def test_training_alone_is_a_plain_lora_from_scratch(world: World, copy: Path, tmp_path: Path) -> None:
@@ -239,7 +238,7 @@ def test_training_alone_is_a_plain_lora_from_scratch(world: World, copy: Path, t
         "rounds": 3,
     }
     served = pf2lora.federate(**settings).methods["local"].runs[0].served
-    assert found["training alone"]["loss"] == pytest.approx(served["loss"].mean, rel=1e-4)
+    assert found.scores["local"]["loss"] == pytest.approx(served["loss"].mean, rel=1e-4)
 
 
 def test_who_cannot_be_onboarded(
@@ -260,7 +259,12 @@ def test_who_cannot_be_onboarded(
         ),
         ([run, tmp_path / "none.csv", "--client", "new"], "none.csv: no such file"),
         ([run, good, "--client", "new", "--rounds", "0"], "rounds is 0"),
-        ([world.root / "all", good, "--client", "new", "--method", "homlora"], "has no client adapters"),
+        (
+            [world.root / "all", good, "--client", "new", "--method", "local"],
+            "there is no common adapter to join",
+        ),
+        ([run, good, "--client", "new", "--client-lr", "fast"], "--client-lr is 'fast'"),
+        ([run, good, "--client", "new", "--test", tmp_path / "none.csv"], "none.csv: no such file"),
     ):
         code, out, err = command_line(monkeypatch, capsys, "onboard", *args)
         assert (code, out, err.count("\n")) == (2, "", 1) and message in err, err

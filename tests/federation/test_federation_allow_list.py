@@ -120,7 +120,7 @@ def test_of_validation_a_sum_may_leave_and_nothing_else(small: Small, kind: str,
         {"deploy": "personal_steps"},
         {"candidate": "common"},
         {"choice": {"candidate": "common", "round": 2}},
-        {"before": {"rows": 20}},
+        {"before": {"rows": 20, "first_text": 1.0}},
     ],
 )
 def test_what_a_site_chose_stays_there(small: Small, more: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ FEDERATED = [name for name, kind in METHODS.items() if kind.federated]
 
 ALL: dict[str, Any] = {}
 HALF: dict[str, Any] = {"participation": 0.5, "weighting": "size"}
-RATES: dict[str, Any] = {"schedule": "cosine", "warmup": 0.3}
+RATES: dict[str, Any] = {"schedule": "cosine", "warmup": 0.3, "class_weights": "balanced"}
 
 
 @pytest.mark.parametrize(

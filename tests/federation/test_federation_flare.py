@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,9 +166,13 @@ def test_a_killed_job_process_is_started_again_and_rejoins_the_same_job(tmp_path
         assert json.loads((run.run / "status.json").read_text())["job"] == job
 
 
+def over(jobs: list[dict[str, Any]]) -> bool:
+    return all(job["status"] not in admin.ACTIVE for job in jobs)
+
+
 @pytest.mark.slow
 def test_a_killed_server_resumes_and_the_result_is_the_same(tmp_path: Path) -> None:
-    plan = make_plan("hetlora", SITES[:3], config={"rounds": 12, "steps": 20}, deadline=60)
+    plan = make_plan("hetlora", SITES[:3], config={"rounds": 40, "steps": 20}, deadline=60)
     with flare(tmp_path, plan) as run:
         run.start("server")
         run.start(*plan.sites)
@@ -177,17 +182,24 @@ def test_a_killed_server_resumes_and_the_result_is_the_same(tmp_path: Path) -> N
         run.kill("server")
         finished = ServerSession(plan, run.run).done
         assert finished >= 4
-        run.start("server")
-        began = time.time()
-        registered = [run.kits["server"] / "registered" / site for site in plan.sites]
-        run.wait(
-            lambda: all(f.stat().st_mtime > began for f in registered), 120, "the sites to find it again"
-        )
-        run.submit()
+        run.start("server")  # nobody submits anything
+        run.wait(lambda: run.round() > finished, 120, "the run to go on by itself")
+        shown = [job["status"] for job in admin.runs(run.kits[LEAD])]
+        assert sorted(shown) == ["FINISHED:ABNORMAL", "RUNNING"]  # the dead job is not shown as running
+        assert (
+            len(admin.stop_run(run.kits[LEAD], plan.name)) == 1
+        )  # and does not keep the live one from being stopped
+        run.wait(lambda: run.state() == "stopped", 60, "the stop")
+        run.wait(lambda: over(admin.runs(run.kits[LEAD])), 60, "the job's end")
+        with pytest.raises(UserError, match="there is no run 'other'"):
+            admin.resume_run(run.kits[LEAD], "other")
+        admin.resume_run(run.kits[LEAD], plan.name)
+        with pytest.raises(UserError, match="is going on already"):
+            admin.resume_run(run.kits[LEAD], plan.name)
         run.wait(lambda: run.state() == "finished", 240, "the end")
-        assert run.says(f"rounds {finished + 1} to 12")
+        assert run.says(f"rounds {finished + 1} to 40")
         records = ServerSession(plan, run.run).records
-        assert [r["round"] for r in records] == list(range(1, 13))
+        assert [r["round"] for r in records] == list(range(1, 41))
         assert all(r["answered"] == list(plan.sites) for r in records)
         assert torch.equal(last_common(run), undisturbed(tmp_path, plan))
 

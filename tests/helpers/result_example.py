@@ -66,6 +66,7 @@ def make_result(
         "machine": {"device": "cpu", "name": "x86_64", "cores": 2, "memory_bytes": 25_000_000_000},
         "methods": methods,
         "examples": [] if task == "classification" else _examples(names),
+        "newcomers": [],
     }
 
 

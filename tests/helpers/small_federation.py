@@ -97,10 +97,14 @@ def write_site_file(
         f'[data]\nclients = ["{root / "train" / rows}.jsonl"]\ntest = ["{root / "test" / rows}.jsonl"]\n{more}',
         encoding="utf8",
     )
-    # The batches of the local engine, whose numbers are compared; the limits are tests of their own.
-    own = Policy(min_batch_size=1, min_steps=1, min_rows=1, public_batch_order=True)
-    path.with_name(POLICY_FILE).write_text(to_toml(own), encoding="utf8")
+    write_policy(path.parent)
     return path
+
+
+def write_policy(folder: Path) -> None:
+    """The batches of the local engine, whose numbers are compared; the limits are tests of their own."""
+    own = Policy(min_batch_size=1, min_steps=1, min_rows=1, public_batch_order=True)
+    (folder / POLICY_FILE).write_text(to_toml(own), encoding="utf8")
 
 
 def settings(**changes: Any) -> dict[str, Any]:

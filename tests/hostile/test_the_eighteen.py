@@ -84,7 +84,7 @@ def test_3_a_full_disk_in_onboard(
     run: Path, newcomer: Path, refused: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contents(run)
-    for after in range(4):  # its four files
+    for after in range(8):  # its five files, the names, the result and the report
         with full_disk(monkeypatch, after):
             line = refused("onboard", run, newcomer, "--client", "east", "--rounds", "1")
         assert "No space left on device" in line and contents(run) == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from pf2lora.methods import bilevel as bilevel_methods
 from pf2lora.methods.bilevel import ROUNDOFF, Bilevel
 from pf2lora.methods.per_fedavg import PerFedAvg
 from pf2lora.methods.pf2lora import PF2LoRA
-from pf2lora.run import api
+from pf2lora.run.events import Note
 
 BILEVEL = [PF2LoRA, PerFedAvg]
 
@@ -128,11 +127,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(tmp_path_factory.mktemp("world"))
 
 
-def test_a_run_says_what_it_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_what_it_left_out(world: World) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(api, "run", partial(api.run, on_note=notes.append))
     settings = world.settings(rounds=3, client_lr=1e-4, hypergradient_mode="auto", precision="bfloat16")
-    (record,) = pf2lora.federate(**settings).methods["pf2lora"].runs
+    result = pf2lora.federate(
+        **settings, callbacks=[lambda e: notes.append(e.line) if isinstance(e, Note) else None]
+    )
+    (record,) = result.methods["pf2lora"].runs
     (line,) = [note for note in notes if "second order" in note]
     assert line.startswith("PF2LoRA: second order (auto): left out in 6 of 9 client-rounds")
     assert "bfloat16 resolves 3.9e-03" in line and not any("auto" in w for w in record.warnings)

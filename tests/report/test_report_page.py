@@ -11,6 +11,7 @@ from typing import Any
 
 import chromium
 import pytest
+from newcomer_example import with_newcomers
 from result_example import HOSTILE, hostile, make_result, sparse, typed, without_choices
 
 from pf2lora.report import build
@@ -79,6 +80,16 @@ def test_every_section_is_drawn(shown: Any, full: dict[str, Any]) -> None:
     )
     assert page.evaluate("document.querySelectorAll('.plot svg .line').length") == 2 * 7 + 2 + 1
     assert page.evaluate("document.querySelectorAll('.heat td[data-tip]').length") == 8 * 12
+
+
+def test_newcomers_have_a_table(shown: Any, full: dict[str, Any]) -> None:
+    page = shown(with_newcomers(full))
+    rows = page.evaluate(TEXT.format("#newcomers tbody th"))
+    assert [" ".join(row.split()) for row in rows] == ["clinic-zPF2LoRA", "branch-officeHOMLoRA"]
+    chosen = page.evaluate(TEXT.format("#newcomers td:nth-child(2)"))
+    assert chosen[0].startswith("own adapter on the common one")
+    assert "clearly below that of the common adapter alone, 0.430" in chosen[1]
+    assert "± 10.85" in page.evaluate(TEXT.format("#newcomers td.number"))[0]
 
 
 def test_a_score_taken_once_is_not_the_first_curve(shown: Any, full: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from newcomer_example import with_newcomers
 from result_example import make_result, small, write
 
 from pf2lora.errors import UserError
@@ -19,6 +20,33 @@ def test_load_gives_what_was_written_from_the_folder_or_the_file(tmp_path: Path)
     folder = write(tmp_path, full)
     assert load_result(folder).to_dict() == full
     assert load_result(folder / "result.json").to_dict() == full
+
+
+def test_a_result_of_an_earlier_version_has_no_newcomers(tmp_path: Path) -> None:
+    older = make_result()
+    del older["newcomers"]
+    assert load_result(write(tmp_path, older)).newcomers == []
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"method": "fedsgd"}, "newcomers[0].method must be one of pf2lora"),
+        ({"deploy": {"loss": 0.1}}, "newcomers[0].deploy.accuracy is missing"),
+        (
+            {"method": "homlora", "client": {"name": "branch-office"}},
+            "newcomers[1].client.name must be a new one",
+        ),
+        ({"client": {"name": "clinic-a"}}, "newcomers[0].client.name must be a new one, not 'clinic-a'"),
+    ],
+)
+def test_newcomers_are_checked(tmp_path: Path, change: dict[str, Any], place: str) -> None:
+    result = with_newcomers(make_result(seeds=1, rounds=2))
+    first = result["newcomers"][0]
+    first |= change | {"client": first["client"] | change.get("client", {})}
+    with pytest.raises(UserError) as caught:
+        load_result(write(tmp_path, result))
+    assert place in str(caught.value)
 
 
 def test_load_reads_figures_that_are_not_finite_as_unknown(tmp_path: Path) -> None:
@@ -68,6 +96,7 @@ def test_load_reads_figures_that_are_not_finite_as_unknown(tmp_path: Path) -> No
         ("methods.local.runs.0.rounds.1.ranks", [[1]], "rounds[1].ranks must be a list of 2, not of 1"),
         ("methods.local.runs.0.rounds.1.ranks", [[1], [1]], "ranks[0] must be a list of 2, not of 1"),
         ("examples", [{"client": "a", "prompt": 1}], "examples[0].prompt must be a text"),
+        ("newcomers", [{"method": "local"}], "newcomers[0].client is missing"),
     ],
 )
 def test_check_names_the_place(tmp_path: Path, path: str, value: Any, place: str) -> None:

@@ -62,9 +62,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
 def run_with_notes(world: World, out: Path, said: list[str]) -> None:
     from pf2lora.run import api
     from pf2lora.run.config import from_settings
+    from pf2lora.run.events import Note
 
     config = from_settings({**world.settings(**COMPARISON), "out": str(out)})
-    api.run(config, out, resume=True, on_note=said.append)
+    api.run(config, out, resume=True, tell=lambda e: said.append(e.line) if isinstance(e, Note) else None)
 
 
 def test_no_whole_checkpoint_is_an_error_that_touches_nothing(begun: World, broken: Path) -> None:

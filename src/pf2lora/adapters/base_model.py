@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +12,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from pf2lora.adapters.architectures import HEADS
 from pf2lora.errors import UserError, nearest
@@ -46,7 +49,8 @@ def load(kind: Any, name: str, **options: Any) -> Any:
     check_reachable(name)
     is_folder = Path(name).is_dir()
     try:
-        return kind.from_pretrained(name, local_files_only=is_folder or not hub_answers(), **options)
+        with quiet():
+            return kind.from_pretrained(name, local_files_only=is_folder or not hub_answers(), **options)
     except (OSError, ValueError, SafetensorError) as error:
         if is_folder or not isinstance(error, OSError):
             what = "model folder" if is_folder else "model"
@@ -57,6 +61,21 @@ def load(kind: Any, name: str, **options: Any) -> Any:
             f"the model {name!r} could not be fetched from the Hugging Face hub (no network, no such model, or no "
             f"access to it); where there is no hub, give a folder that save_pretrained() wrote"
         ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Meanwhile transformers neither draws bars nor reports which weights a checkpoint lacks: that a head is new is no
+    news to anybody who trains one."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pf2lora.cli.train import Force, Out, PrintConfig, Resume, execute
+from pf2lora.cli.train import Force, Log, Out, PrintConfig, Resume, execute
 from pf2lora.data.embedded import minilm_folder
 from pf2lora.run.config import Config, from_settings
 from pf2lora.tasks.classification.movie_reviews import MOVIE_REVIEWS
@@ -38,6 +38,7 @@ def demo(
     force: Force = False,
     resume: Resume = False,
     print_config: PrintConfig = False,
+    log: Log = "auto",
 ) -> None:
     """Compare the paper's methods on real text with a real encoder (embedded: needs no hub and no data)."""
-    execute(demo_config(), out, force, print_config, resume=resume)
+    execute(demo_config(), out, force, print_config, resume=resume, log=log)

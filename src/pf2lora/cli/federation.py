@@ -18,6 +18,12 @@ RULES = "Timeouts and update checks"
 Deadline = Annotated[
     float, typer.Option("--deadline", help="Seconds a round waits for its sites.", rich_help_panel=RULES)
 ]
+FinalDeadline = Annotated[
+    float,
+    typer.Option(
+        "--final-deadline", help="Seconds for the last scores, where text is written.", rich_help_panel=RULES
+    ),
+]
 Quorum = Annotated[
     float,
     typer.Option("--quorum", help="Fraction of a round's sites that must answer.", rich_help_panel=RULES),
@@ -51,6 +57,7 @@ def rehearse(
         int | None, typer.Option("--sites", help="Number of sites (4 with the embedded data).")
     ] = None,
     deadline: Deadline = 600.0,
+    final_deadline: FinalDeadline = 3600.0,
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
@@ -77,6 +84,7 @@ def rehearse(
     config = with_sites(rehearsal_config(settings, file, sites), sites)
     options = {
         "deadline": deadline,
+        "final_deadline": final_deadline,
         "quorum": quorum,
         "norm_limit": norm_limit,
         "wire": wire,
@@ -155,6 +163,7 @@ def submit(
     labels: Annotated[str, typer.Option("--labels", help="Every label of the federation: neg,pos.")] = "",
     name: Annotated[str, typer.Option("--name", help="The run's name; the same name resumes.")] = "run",
     deadline: Deadline = 600.0,
+    final_deadline: FinalDeadline = 3600.0,
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
@@ -165,16 +174,13 @@ def submit(
     from pf2lora.federation.protocol.plan import Plan
 
     config = read_config(settings, file)
-    if config.task.labelled and not labels:
-        raise UserError(
-            "--labels is missing: no one sees all the data, so the labels are named (--labels neg,pos)"
-        )
     plan = Plan.of(
         config,
         name,
         tuple(sites.split(",")),
         tuple(labels.split(",") if labels else ()),
         deadline=deadline,
+        final_deadline=final_deadline,
         quorum=quorum,
         norm_limit=norm_limit,
         wire=wire,
@@ -214,10 +220,19 @@ def status(kit: LeadKit) -> None:
 
 @app.command()
 def stop(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
-    """Stop a run; `submit` with the same name resumes it."""
+    """Stop a run; `resume` goes on with it."""
     from pf2lora.federation.flare import admin
 
     ids = admin.stop_run(kit, name)
     if not ids:
         raise UserError(f"no run {name!r} is going on")
     typer.echo(f"run {name!r} is stopped")
+
+
+@app.command()
+def resume(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
+    """Go on with a run that was stopped or lost its quorum, as it was submitted."""
+    from pf2lora.federation.flare import admin
+
+    job = admin.resume_run(kit, name)
+    typer.echo(f"run {name!r} goes on as job {job}")

@@ -35,7 +35,7 @@ def report(
 
 def _target(runs: list[Path], out: Path | None) -> Path:
     """Where to write. A file that is not a report of ours is never replaced."""
-    from pf2lora.report import GENERATOR
+    from pf2lora.report import is_ours
 
     with reading(check_path(runs[0]), "run folder"):
         one = runs[0] if runs[0].is_dir() else runs[0].parent
@@ -43,11 +43,6 @@ def _target(runs: list[Path], out: Path | None) -> Path:
     with reading(check_path(target)):
         if target.is_dir():
             raise UserError(f"{target}: a folder; --out names the file to write, such as {target / FILE}")
-        if target.exists():
-            with target.open(encoding="utf-8", errors="replace") as file:
-                ours = GENERATOR in file.read(2000)
-            if not ours:
-                raise UserError(
-                    f"{target}: exists and is not a report of pf2lora; name another file with --out"
-                )
+        if target.exists() and not is_ours(target):
+            raise UserError(f"{target}: exists and is not a report of pf2lora; name another file with --out")
     return target

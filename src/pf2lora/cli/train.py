@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pf2lora.cli.options import WRITTEN, configured, read_config
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, unknown
 from pf2lora.methods import SETS
 from pf2lora.run.config import Config, to_commented_toml, with_found_model
 
@@ -34,6 +34,14 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Say what it would do and cost, and every problem; train nothing.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder, if one was begun.")]
+Log = Annotated[
+    str,
+    typer.Option(
+        "--log",
+        help="What is shown meanwhile: auto (a live screen on a terminal, else a line now and then), lines, json (an "
+        "object per event on standard output, and nothing else there), or none.",
+    ),
+]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the whole config as TOML and stop.")]
 
 
@@ -46,6 +54,7 @@ def train(
     resume: Resume = False,
     print_config: PrintConfig = False,
     dry_run: DryRun = False,
+    log: Log = "auto",
 ) -> None:
     """Train one method on your clients' files; write adapters, scores and a report."""
     config = read_config(settings, file)
@@ -58,6 +67,7 @@ def train(
         print_config,
         resume=resume,
         dry_run=dry_run,
+        log=log,
     )
 
 
@@ -70,6 +80,7 @@ def compare(
     resume: Resume = False,
     print_config: PrintConfig = False,
     dry_run: DryRun = False,
+    log: Log = "auto",
 ) -> None:
     """Train several methods (by default those of the paper) on the same clients and seeds, and compare them."""
     config = read_config(settings, file)
@@ -82,6 +93,7 @@ def compare(
         print_config,
         resume=resume,
         dry_run=dry_run,
+        log=log,
     )
 
 
@@ -93,6 +105,7 @@ def execute(
     *,
     resume: bool = False,
     dry_run: bool = False,
+    log: str = "auto",
 ) -> None:
     """Run a config and show what came out."""
     config = replace(config, output=replace(config.output, out=str(out)))
@@ -109,31 +122,41 @@ def execute(
     from pf2lora.folder_lock import check_unused
     from pf2lora.run import api
     from pf2lora.run.comparison import prepare
+    from pf2lora.run.events import Note, RunEnded
     from pf2lora.run.folder import check_free
     from pf2lora.run.interruption import Interrupted
+    from pf2lora.run.progress import LOGS, shown
     from pf2lora.run.resuming import ended
 
+    if log not in LOGS:
+        raise unknown("log", log, LOGS)
     quiet_libraries()
     # Before the model is loaded: a mistaken --out should not cost a minute.
     check_unused(out)
     if not resume:
         check_free(out, force=force)
     elif result := ended(config, out, force=force):
-        show_note(f"the run in {str(out)!r} has ended; nothing is left to do")
-        show_result(result, out)
+        with shown(log, show_note) as tell:
+            tell(Note(f"the run in {str(out)!r} has ended; nothing is left to do"))
+            tell(RunEnded(result))
+        if log != "json":
+            show_result(result, out)
         end(result)
         return
     try:
         workload = prepare(config)
-        show_clients(workload)
-        result = api.run(config, out, force=force, resume=resume, on_note=show_note, workload=workload)
+        if log in ("auto", "lines"):
+            show_clients(workload)
+        with shown(log, show_note) as tell:
+            result = api.run(config, out, force=force, resume=resume, tell=tell, workload=workload)
     except api.AllFailed as error:
         result = error.result
     except KeyboardInterrupt as stop:
         said = stop if isinstance(stop, Interrupted) else Interrupted("stopped before the training began")
         typer.echo(f"pf2lora: {said}", err=True)
         raise typer.Exit(said.code) from None
-    show_result(result, out)
+    if log != "json":
+        show_result(result, out)
     end(result)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -65,21 +65,63 @@ def onboard(
     run: Run,
     file: Annotated[Path, typer.Argument(help="The newcomer's labelled rows.")],
     client: Annotated[str, typer.Option("--client", help="The newcomer's name.")],
+    test: Annotated[
+        Path | None,
+        typer.Option("--test", help="Its rows to measure on (default: a part of the file, held out)."),
+    ] = None,
     rounds: Annotated[
         int | None, typer.Option("--rounds", help="Rounds of local steps (default: the run's).")
     ] = None,
+    client_lr: Annotated[
+        str | None,
+        typer.Option("--client-lr", help="The rate of its own adapter, or auto (default: the run's)."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a newcomer of that name; never one of the run's clients.")
+    ] = False,
     method: Method = None,
     device: Device = "auto",
     model: Model = None,
+    as_json: Json = False,
 ) -> None:
-    """Fit a new client's own adapter on the frozen common one, and add the client to the run."""
+    """Choose what a new client deploys, on the frozen common adapter, and add the client to the run and its report."""
+    rate = newcomer_rate(client_lr)
     loaded = open_run(run, method, device, model)
     loaded = replace(loaded, config=replace(loaded.config, task=with_columns(loaded.config.task, settings)))
+    from pf2lora.report import choices
     from pf2lora.run.onboarding import onboard as fit_newcomer
 
-    found = fit_newcomer(loaded, client, file, rounds)
-    show_scores(loaded, found)
+    found = fit_newcomer(
+        loaded,
+        client,
+        file,
+        rounds,
+        test=test,
+        client_lr=rate,
+        force=force,
+        on_note=lambda line: typer.echo(line, err=True),
+    )
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+        return
+    show_scores(loaded, {choices.WORDS[name]: scores for name, scores in found.scores.items()})
+    typer.echo(f"{client} deploys: {choices.deployed(found)} ({choices.reason(found)})")
     typer.echo(f"{client} is part of the run: {loaded.where / 'clients' / client}")
+
+
+def newcomer_rate(given: str | None) -> float | Literal["auto"] | None:
+    """A rate as the command line takes it."""
+    if given is None:
+        return None
+    if given == "auto":
+        return "auto"
+    try:
+        rate = float(given)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate < float("inf"):
+        raise UserError(f"--client-lr is {given!r}; it must be a number of 0 or more, or auto")
+    return rate
 
 
 def export(

@@ -10,7 +10,7 @@ from pathlib import Path
 from pf2lora import __version__
 from pf2lora.atomic import make_folder, write_text
 from pf2lora.errors import UserError
-from pf2lora.report import choices, findings, payload, views
+from pf2lora.report import choices, findings, newcomers, payload, views
 from pf2lora.run.result import Result
 
 HERE = Path(__file__).parent
@@ -41,6 +41,12 @@ def build(runs: Result | Sequence[Result], out: str | Path, names: list[str] | N
     make_folder(out.parent)
     write_text(out, html)
     return out
+
+
+def is_ours(page: Path) -> bool:
+    """Whether a file is a report of pf2lora, which may be replaced."""
+    with page.open(encoding="utf-8", errors="replace") as file:
+        return GENERATOR in file.read(2000)
 
 
 def render(runs: list[Result], names: list[str] | None = None) -> str:
@@ -80,6 +86,7 @@ def render(runs: list[Result], names: list[str] | None = None) -> str:
         headline=views.headline(series, metric),
         decisive=views.decisive(series),
         choices=choices.table(series, metric),
+        newcomers=newcomers.table(runs[0], metric) if len(runs) == 1 else {},
         costs=views.costs(series),
         warnings=views.warnings(series),
         several_seeds=any(len(s.seeds) > 1 for s in series),

@@ -8,15 +8,18 @@ from typing import Any
 from pf2lora.report.views import EMPTY, Cell, Series, ranked
 from pf2lora.run import numbers
 from pf2lora.run.estimates import estimate
-from pf2lora.run.result import Choice, Result, SeedRun
+from pf2lora.run.result import Choice, NewcomerRecord, Result, SeedRun
 
 WORDS = {
     "served": "served",
     "before_averaging": "before averaging",
     "common": "the common adapter alone",
     "personal_steps": "after personal steps",
+    "own": "own adapter on the common one",
+    "adapted": "the common adapter, adapted",
+    "local": "training alone",
 }
-"""A client's candidates."""
+"""A client's candidates; the last three are a newcomer's."""
 FEW = 8  # clients that are named one by one
 
 
@@ -45,6 +48,28 @@ def sentence(result: Result, method: str) -> str:
         last = runs[0].rounds[-1].round
         return "; ".join(f"{name}: {exactly(c, last)}" for name, c in zip(names, runs[0].choices))
     return ", ".join(f"{count} × {what}" for what, count in counts(runs).most_common())
+
+
+def deployed(newcomer: NewcomerRecord) -> str:
+    """What a newcomer deploys, in words."""
+    word, choice = WORDS.get(newcomer.deploys, newcomer.deploys), newcomer.choice
+    earlier = choice is not None and newcomer.deploys == "own" and choice.round < newcomer.rounds
+    return f"{word} after round {choice.round}" if choice and earlier else word
+
+
+def reason(newcomer: NewcomerRecord) -> str:
+    """Why it deploys that."""
+    choice, rows = newcomer.choice, newcomer.client.validation
+    if choice is None:
+        return "it has no validation rows to choose by"
+    if newcomer.deploys == newcomer.served:
+        if newcomer.deploys == "own" and choice.round < newcomer.rounds:
+            return f"on its {rows} validation rows that was clearly better than after the last round"
+        return f"nothing else was clearly better on its {rows} validation rows"
+    losses = choice.validation_loss, choice.last_round.get(newcomer.served)
+    shown = ["–" if loss is None else f"{loss:.3f}" for loss in losses]
+    other = WORDS.get(newcomer.served, newcomer.served)
+    return f"its loss on {rows} validation rows, {shown[0]}, is clearly below that of {other}, {shown[1]}"
 
 
 def table(series: list[Series], metric: str) -> dict[str, Any]:

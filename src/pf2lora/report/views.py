@@ -324,6 +324,7 @@ def parts_present(runs: list[Result]) -> dict[str, bool]:
         "validation": any(client.validation for result in runs for client in result.clients),
         "ranks": any(entry.ranks for entry in rounds),
         "shares": any(entry.client_share or entry.second_order_share for entry in rounds),
+        "newcomers": len(runs) == 1 and bool(runs[0].newcomers),
         "examples": len(runs) == 1 and bool(runs[0].examples),
     }
 

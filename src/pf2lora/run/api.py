@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from pf2lora.run import config as configs
 from pf2lora.run.checkpoints import Checkpoints
 from pf2lora.run.comparison import Watcher, prepare
 from pf2lora.run.config import Config
+from pf2lora.run.events import Listener, Note, everybody
+from pf2lora.run.progress import shown
 from pf2lora.run.result import Result, RoundRecord
 from pf2lora.run.trial import Outcome
 from pf2lora.run.workload import Workload
@@ -36,6 +38,8 @@ def federate(
     force: bool = False,
     resume: bool = False,
     methods: Mapping[str, Mapping[str, Any]] | None = None,
+    log: str = "auto",
+    callbacks: Sequence[Listener] = (),
     **settings: Any,
 ) -> Result:
     """Train `method` on `clients` (one file each) and return the result.
@@ -45,7 +49,9 @@ def federate(
     `{"hetlora": {"penalty": 1e-3}}`. With `out`, the run folder with adapters and report is written there; one that
     holds another run is only replaced with `force`. With `resume`, a run that was interrupted there goes on, and
     ends as if it had not been; none there begins, and one that has ended is read (docs/resume.md). A method that fails
-    is in the result's `failed`, unless all do: that is an error.
+    is in the result's `failed`, unless all do: that is an error. `log` is what is shown meanwhile: "auto" (a live
+    screen on a terminal, a line now and then elsewhere), "lines", "json" or "none"; each of `callbacks` is called with
+    every event (docs/python.md).
     """
     if out is not None and not str(out).strip():
         raise UserError("federate(): out is empty: name the run folder, or leave it out")
@@ -60,7 +66,9 @@ def federate(
         "methods": methods or {},
     }
     config = configs.from_settings(settings, "federate()")
-    return run(config, Path(out) if out is not None else None, force=force, resume=resume)
+    with shown(log) as listener:
+        tell = everybody(listener, *callbacks)
+        return run(config, Path(out) if out is not None else None, force=force, resume=resume, tell=tell)
 
 
 class AllFailed(Diverged):
@@ -79,18 +87,18 @@ def run(
     *,
     force: bool = False,
     resume: bool = False,
-    on_note: Callable[[str], None] = lambda line: None,
+    tell: Listener = lambda event: None,
     workload: Workload | None = None,
 ) -> Result:
-    """Run a config; with `out`, into a run folder, line by line as it happens. Methods that fail are in the result's
-    `failed`; where all do it is an error, `AllFailed`, once everything is written."""
+    """Run a config; with `out`, into a run folder, line by line as it happens, of which `tell` hears. Methods that fail
+    are in the result's `failed`; where all do it is an error, `AllFailed`, once everything is written."""
     config = configs.with_found_model(config)
     if out is not None:
-        result = run_into(config, out, force=force, resume=resume, on_note=on_note, workload=workload)
+        result = run_into(config, out, force=force, resume=resume, tell=tell, workload=workload)
     elif resume:
         raise UserError("a run without a folder leaves nothing to go on from: give out beside resume")
     else:
-        watcher = Watcher(on_note=on_note)
+        watcher = Watcher(on_note=lambda line: tell(Note(line)), tell=tell)
         result = comparison.compare(config, watcher, workload, go_on=not config.training.strict)
     if len(result.failed) == len(result.methods):
         raise AllFailed(result)
@@ -103,11 +111,14 @@ def run_into(
     *,
     force: bool,
     resume: bool,
-    on_note: Callable[[str], None],
+    tell: Listener,
     workload: Workload | None,
 ) -> Result:
     """Run a config into a run folder."""
     from pf2lora import report
+
+    def on_note(line: str) -> None:
+        tell(Note(line))
 
     if resume and (ended := resuming.ended(config, out, force=force)):
         on_note(f"the run in {str(out)!r} has ended; nothing is left to do")
@@ -127,15 +138,13 @@ def run_into(
             folder.claim(out, force=force or resume)
         with resuming.saying_how(again, keeper):
             write_text(out / "config.toml", configs.to_toml(config))
-            result = watched_run(config, out, workload, keeper, on_note)
+            result = watched_run(config, out, workload, keeper, tell)
             report.build([result], out / "report.html")
             keeper.remove()
     return result
 
 
-def watched_run(
-    config: Config, out: Path, workload: Workload, keeper: Checkpoints, on_note: Callable[[str], None]
-) -> Result:
+def watched_run(config: Config, out: Path, workload: Workload, keeper: Checkpoints, tell: Listener) -> Result:
     """The run itself: rounds, adapters and results are written as they come."""
     tracking = trackers.start(config.output.trackers, out, configs.to_dict(config), config.output.title)
     asked = {METHODS[name].name: name for name in config.training.method}
@@ -153,7 +162,7 @@ def watched_run(
         write_json(out / "result.json", result.to_dict())
 
     try:
-        watcher = Watcher(on_round, on_outcome, on_note, on_result)
+        watcher = Watcher(on_round, on_outcome, lambda line: tell(Note(line)), on_result, tell)
         return comparison.compare(config, watcher, workload, keeper, go_on=not config.training.strict)
     finally:
         for tracker in tracking:

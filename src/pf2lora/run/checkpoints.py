@@ -23,6 +23,7 @@ from pf2lora.core.method import State, tensors_of
 from pf2lora.engines.local import After, Round
 from pf2lora.errors import UserError
 from pf2lora.run import snapshot, trial_state
+from pf2lora.run.cadence import evaluation_cost
 from pf2lora.run.decode import decode
 from pf2lora.run.fingerprint import (
     CannotGoOn,
@@ -117,7 +118,8 @@ class Checkpoints:
         try:
             lines = check_same(then, self.fingerprint, lambda: self.whose_rows(found))
             ended = [*(method for method, _ in finished), *failed]
-            check_rounds(then.settings, self.workload.config, reached, ended)
+            cost = evaluation_cost(self.workload)
+            check_rounds(then.settings, self.workload.config, reached, ended, cost)
         except CannotGoOn as error:
             raise CannotGoOn(f"the run in {str(self.folder.parent)!r} cannot go on: {error}") from None
         self.finished = {key: self.read_finished(*key, digest) for key, digest in finished.items()}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
 import torch
 
-from pf2lora.core.randomness import participants
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
@@ -18,13 +18,16 @@ from pf2lora.methods.own_size import AUTO, FIXED
 from pf2lora.run import trial as trials
 from pf2lora.run.checkpoints import Checkpoints, Finished
 from pf2lora.run.config import Config, to_dict
+from pf2lora.run.events import Event, Listener, MethodEnded, MethodStarted, RoundEnded, RunEnded, RunStarted
 from pf2lora.run.made_with import machine, versions
-from pf2lora.run.progress import track
+from pf2lora.run.progress import shown
 from pf2lora.run.result import ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
 from pf2lora.run.resuming import out_of_memory
 from pf2lora.run.set_up import Trial, check_methods, method_settings, schedule_of, set_up
 from pf2lora.run.trial import Outcome
+from pf2lora.run.work import Meter, work_of_rounds
 from pf2lora.run.workload import Workload, load_workload
+from pf2lora.tasks.base import telling_rows
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class Watcher:
     on_outcome: Callable[[str, int, Outcome], None] = lambda method, seed, outcome: None
     on_note: Callable[[str], None] = lambda line: None
     on_result: Callable[[Result], None] = lambda result: None  # of the methods that have finished so far
+    tell: Listener | None = None  # who hears of the rest; nobody: what is shown by default, without notes
+
+    def event(self, event: Event) -> None:
+        if self.tell is not None:
+            self.tell(event)
 
 
 def prepare(config: Config) -> Workload:
@@ -78,6 +86,15 @@ def compare(
     result says why it failed, beside the others."""
     watcher = watcher or Watcher()
     workload = workload or prepare(config)
+    with nullcontext(watcher.tell) if watcher.tell else shown() as tell:
+        return told_compare(config, replace(watcher, tell=tell), workload, keeper, go_on=go_on)
+
+
+def told_compare(
+    config: Config, watcher: Watcher, workload: Workload, keeper: Checkpoints | None, *, go_on: bool
+) -> Result:
+    """The comparison, while somebody is told."""
+    watcher.event(run_started(workload))
     methods: dict[str, MethodResult] = {}
     told: set[str] = set()
     examples: dict[tuple[int, int], ExampleRecord] = {}
@@ -99,9 +116,29 @@ def compare(
                 keeper.fail(kind.name, reason)
             methods[kind.name] = replace(methods[kind.name], failed=reason)
             watcher.on_note(f"{kind.label} failed: {reason}")
+        watcher.event(MethodEnded(kind.name, methods[kind.name].failed))
         result = describe(workload, methods, list(examples.values()))
         watcher.on_result(result)
+    watcher.event(RunEnded(result))
     return result
+
+
+def run_started(workload: Workload) -> RunStarted:
+    """What a run is, for those who watch it."""
+    config, training = workload.config, workload.config.training
+    return RunStarted(
+        methods={METHODS[asked].name: METHODS[asked].label for asked in training.method},
+        clients=workload.names,
+        rounds=training.rounds,
+        seeds=training.seeds,
+        base_model=config.model.name,
+        device=str(workload.device),
+        metrics=dict(workload.task.metrics),
+        work={
+            METHODS[asked].name: training.seeds * sum(work_of_rounds(workload, asked))
+            for asked in training.method
+        },
+    )
 
 
 def failure(error: Exception, *, alone: bool) -> str | None:
@@ -135,8 +172,8 @@ def add_examples(
     examples: dict[tuple[int, int], ExampleRecord], workload: Workload, method: str, found: Finished
 ) -> None:
     """A method's answers to a few rows of each client, beside those of the other methods."""
-    for k, shown in enumerate(found.examples):
-        for i, example in enumerate(shown):
+    for k, answered in enumerate(found.examples):
+        for i, example in enumerate(answered):
             entry = ExampleRecord(workload.names[k], example.prompt, list(example.references), {})
             examples.setdefault((k, i), entry).outputs[method] = example.output
 
@@ -159,6 +196,7 @@ def run_seeds(
             keeper.stop_if_asked()
         gc.collect()  # what was tried before, in an error's trace too, must not take memory beside the next
         now = together.pop(0)
+        watcher.event(MethodStarted(name, now, len(seeds) - len(now) - sum(map(len, together))))
         try:
             found = run_together(workload, asked, now, watcher, keeper)
         except torch.cuda.OutOfMemoryError:
@@ -195,12 +233,11 @@ def run_together(
     if seeds[0] == training.seed:
         for line in method.notes():
             watcher.on_note(f"{method.name}: {line}")
-    learners = len(participants(seeds[0], 1, len(trial.source.clients), training.participation)) * len(seeds)
+    meter = Meter(workload, asked, len(seeds), watcher.event)
     try:
-        with track(
-            training.rounds * training.steps * learners, f"{method.label}{which}: client steps"
-        ) as advance:
-            found = trials.run(trial, partial(told_round, watcher, trial, set()), advance, keeper)
+        with telling_rows(meter.answered):
+            told = partial(told_round, watcher, trial, meter, set())
+            found = trials.run(trial, told, meter.stepped, keeper, meter.begun)
     except BaseException:
         trial.model.remove()
         raise
@@ -218,7 +255,12 @@ def run_together(
 
 
 def told_round(
-    watcher: Watcher, trial: Trial, told: set[tuple[int, str]], seed: int, record: RoundRecord
+    watcher: Watcher,
+    trial: Trial,
+    meter: Meter,
+    told: set[tuple[int, str]],
+    seed: int,
+    record: RoundRecord,
 ) -> None:
     """Pass a round's record on, with a line for each client that is left out for the first time."""
     which = f", seed {seed}" if len(trial.seeds) > 1 else ""
@@ -228,7 +270,9 @@ def told_round(
             watcher.on_note(
                 f"{trial.method.label}{which}: round {record.round} leaves client {name!r} out: {why}"
             )
+    meter.begun(record.round)
     watcher.on_round(trial.method.name, seed, record)
+    watcher.event(RoundEnded(trial.method.name, seed, record))
 
 
 def describe(workload: Workload, methods: dict[str, MethodResult], examples: list[ExampleRecord]) -> Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def candidates(trial: Trial, done: Round, served: Models) -> Iterator[tuple[str,
         yield COMMON, Models(done.served.x, torch.zeros_like(done.served.y))
 
 
-def candidate_names(method: Method) -> list[str]:
+def candidate_names(method: Method | type[Method]) -> list[str]:
     """What a method's clients choose among after a round."""
     own = [COMMON] if method.two_level or method.adapts_before_use else []
     return [SERVED, *([BEFORE] if method.federated else []), *own]
@@ -109,10 +109,14 @@ class Deployment:
         rounds = PERSONAL_ROUNDS if steps is None else -(-steps // trial.schedule.steps)
         if not trial.method.federated or rounds == 0:
             return None
+        return self.try_steps(PERSONAL, done.number, alone(trial, state, done.number, rounds))
+
+    def try_steps(self, name: str, number: int, models: Iterable[Models]) -> Models:
+        """One more candidate of the last round: of `models`, each learner keeps its best."""
         tried = Kept(self.learners)
-        for models in alone(trial, state, done.number, rounds):
-            tried.offer(PERSONAL, done.number, self.judge(*models).cpu(), models)
-        self.last[PERSONAL] = tried
+        for found in models:
+            tried.offer(name, number, self.judge(*found).cpu(), found)
+        self.last[name] = tried
         return tried.held
 
     def choices(self) -> list[Choice]:

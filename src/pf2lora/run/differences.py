@@ -50,6 +50,11 @@ class Uncertain:
         return None if margin is None else abs(self.mean) <= margin + 1e-12
 
 
+def row_margin(error: float) -> float:
+    """Half the width of the 95% interval of a score with that standard error over its test rows."""
+    return Uncertain(0.0, error, TIMES - 1).margin or 0.0
+
+
 def over_seeds_and_rows(values: Sequence[float], resampled: Sequence[Sequence[float]] | None) -> Uncertain:
     """The mean of a figure over seeds; `resampled` has, for each seed, the same figure on resampled test rows."""
     mean = statistics.fmean(values)

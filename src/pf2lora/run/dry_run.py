@@ -18,10 +18,10 @@ from pf2lora.engines.steps import local_steps, passes
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import costs
+from pf2lora.run.cadence import rounds_to_evaluate
 from pf2lora.run.comparison import check_validation
 from pf2lora.run.config import Config
 from pf2lora.run.deploy import candidate_names
-from pf2lora.run.evaluation import evaluation_rounds
 from pf2lora.run.result import Parameters, SentBytes
 from pf2lora.run.set_up import Trial, schedule_of, set_up
 from pf2lora.run.workload import Workload, load_workload
@@ -123,7 +123,7 @@ def method_plan(workload: Workload, name: str) -> MethodPlan:
         parameters = costs.parameters(trial.method, trial.model.personal_layout, trial.state)
     finally:
         trial.model.remove()
-    times = len(evaluation_rounds(training)) * len(candidate_names(trial.method))
+    times = len(rounds_to_evaluate(workload)) * len(candidate_names(trial.method))
     share = training.participation
     return MethodPlan(
         METHODS[name].label,

@@ -52,14 +52,16 @@ class Measured(NamedTuple):
         return Resampled([round(float(v.std(ddof=1)), 6) for v in known], [round(float(m), 6) for m in means])
 
 
-def evaluation_rounds(training: TrainingSettings) -> set[int]:
-    """The rounds after which clients are measured."""
-    return measured_rounds(training.rounds, training.evaluate_every)
+def evaluation_rounds(training: TrainingSettings, cost: float = 0.0) -> set[int]:
+    """The rounds after which clients are measured; `cost` is that of run/cadence.py."""
+    return measured_rounds(training.rounds, training.evaluate_every, cost)
 
 
-def measured_rounds(rounds: int, every: int | None) -> set[int]:
-    """The last always, and each so many; about ten in all where nobody says."""
-    every = every or -(-rounds // 10)
+def measured_rounds(rounds: int, every: int | None, cost: float = 0.0) -> set[int]:
+    """The last always, and each so many; about ten in all where nobody says. Where measuring once costs as much as
+    `cost` rounds of training, only as often as leaves it a fifth of all the time."""
+    times = min(10, max(1, int(rounds / 4 / cost))) if cost else 10
+    every = every or -(-rounds // times)
     return {*range(every, rounds + 1, every), rounds}
 
 

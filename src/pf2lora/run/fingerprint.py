@@ -126,8 +126,11 @@ def check_methods(then: Sequence[str], now: Sequence[str]) -> None:
         raise CannotGoOn(f"it was begun with other methods ({', '.join(then)}; now {', '.join(now)})")
 
 
-def check_rounds(then: dict[str, Any], now: Config, reached: int, finished: Sequence[str]) -> None:
-    """More rounds (or fewer) are safe where what was done so far is what a run of that length does, too."""
+def check_rounds(
+    then: dict[str, Any], now: Config, reached: int, finished: Sequence[str], cost: float = 0.0
+) -> None:
+    """More rounds (or fewer) are safe where what was done so far is what a run of that length does, too; `cost` is an
+    evaluation's."""
     before, after = then["training"]["rounds"], now.training.rounds
     every = then["training"].get("evaluate_every"), now.training.evaluate_every
     if before == after and every[0] == every[1]:
@@ -146,9 +149,9 @@ def check_rounds(then: dict[str, Any], now: Config, reached: int, finished: Sequ
     if after <= reached:
         raise CannotGoOn(f"rounds was {before} and is {after}, and it has done {reached} already")
     lengths = (before, every[0]), (after, every[1])
-    measured = [{r for r in measured_rounds(*length) if r <= reached} for length in lengths]
+    measured = [{r for r in measured_rounds(of, n, cost) if r <= reached} for of, n in lengths]
     if measured[0] != measured[1]:
-        old = every[0] or -(-before // 10)
+        old = every[0] or min(measured_rounds(before, None, cost))
         raise CannotGoOn(
             f"rounds was {before} and is {after}, of which other ones would be measured: give --evaluate-every {old}"
         )

@@ -37,22 +37,25 @@ from pf2lora.run.result import RoundRecord
 from pf2lora.run.trial import Outcome
 from pf2lora.run.workload import Workload
 
+ASIDE = ".newcomer"  # where a newcomer's files wait until all of them are there
+JOINED = "onboarding.json"  # beside the adapter of a client that joined later
 ADAPTER_FILES = (
     "common/adapter_*",
     "common/config.json",
     "clients/*/adapter_*",
     "clients/*/config.json",
-    "clients/*/onboarding.json",
+    f"clients/*/{JOINED}",
     "state/run.json",
     "state/common.safetensors",
     "state/clients/*.safetensors",
 )
-RUN_FILES = (
+RUN_FILES: tuple[str, ...] = (
     *("config.toml", "metrics.jsonl", "result.json", "report.html", "tensorboard/events.out.tfevents.*"),
     *ADAPTER_FILES,
     *(f"methods/*/{pattern}" for pattern in ADAPTER_FILES),
     *(f"{checkpoints.FOLDER}/{pattern}" for pattern in checkpoints.FILES),
 )
+RUN_FILES = (*RUN_FILES, *(f"{ASIDE}/{pattern}" for pattern in RUN_FILES))
 
 
 def run_files(folder: Path) -> list[Path]:

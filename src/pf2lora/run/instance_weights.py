@@ -35,7 +35,7 @@ def answers(run: LoadedRun, client: str | None, rows: Sequence[Any], own_rows: S
     method = mixture(run)
     if client is None:
         raise UserError("a weight per input is for a client's own adapter: name the client (--client)")
-    if (run.where / "clients" / client / "onboarding.json").exists():
+    if run.joined_later(client):
         raise UserError(
             f"{client} joined later: its own adapter stands on the whole common one, and nothing is mixed"
         )

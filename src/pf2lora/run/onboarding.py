@@ -1,164 +1,213 @@
-"""A new client joins a finished run: its own adapter is fitted on the frozen common one."""
+"""A new client joins a run that has ended: a model is chosen for it, and the run has one client more."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import replace
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from pf2lora.atomic import check_writable, undone_on_failure, write_json
-from pf2lora.core.method import Method, Surroundings
+from pf2lora.atomic import check_writable, make_folder, undone_on_failure, write_json, writing
 from pf2lora.data.client import Client, check_apart, check_name
 from pf2lora.data.loading import read_rows, split_client, with_validation
 from pf2lora.data.split import MINIMUM_ROWS
-from pf2lora.engines.batches import Encoded
-from pf2lora.engines.local import Schedule, train
-from pf2lora.engines.steps import Step
-from pf2lora.errors import UserError
+from pf2lora.errors import CannotWrite, UserError
 from pf2lora.folder_lock import locked
 from pf2lora.methods import METHODS
-from pf2lora.methods.local import Local
-from pf2lora.methods.newcomer import Newcomer
-from pf2lora.run import folder
-from pf2lora.run.evaluation import finite
-from pf2lora.run.progress import track
+from pf2lora.run import folder, result, snapshot
+from pf2lora.run.checkpoints import FOLDER as CHECKPOINTS
+from pf2lora.run.joining import Found, Joining, scores_of
+from pf2lora.run.result import ClientInfo, NewcomerRecord, Result
 from pf2lora.run.saved import LoadedRun, read_description
-from pf2lora.run.set_up import batch_source, method_settings
 
-Scores = dict[str, float | None]
+REPORT = "report.html"
 
 
-def onboard(run: LoadedRun, name: str, file: Path, rounds: int | None = None) -> dict[str, Scores]:
-    """Fit D and C for a newcomer, compare, and add it to the run.
-
-    Returns the scores of the common adapter alone, of the newcomer's own adapter on it, and of training alone.
-    """
+def onboard(
+    run: LoadedRun,
+    name: str,
+    file: Path,
+    rounds: int | None = None,
+    *,
+    test: Path | None = None,
+    client_lr: float | Literal["auto"] | None = None,
+    force: bool = False,
+    on_note: Callable[[str], None] = lambda line: None,
+) -> NewcomerRecord:
+    """Fit what the newcomer could deploy on the run's common adapter, choose, and add it to the run: its adapter, and
+    its record in result.json and the report. What is trained is its own; nobody else's file is touched. A newcomer of
+    that name is replaced with `force` only. `test` has the rows to measure on, else a part of `file` is held out."""
     with locked(run.folder):
-        return fit_and_add(run, name, file, rounds)
+        # As it is now: others may have joined since the run was opened.
+        run = replace(run, saved=read_description(run.where))
+        check_newcomer(run, name, force=force)
+        if client_lr is not None and not METHODS[run.saved.method].two_level:
+            raise UserError(
+                f"--client-lr is the rate of a client's own adapter, and {run.saved.method!r} has none"
+            )
+        paths = new_paths(run, name)
+        for path in (*paths, run.where / "state", run.folder):
+            check_writable(path)
+        known = known_result(run, on_note)
+        if run.joined_later(name):
+            on_note(f"replaces {replaced(known, run, name)}")
+        client = read_client(run, name, file, test)
+        joining = Joining(run, client, rounds, client_lr)
+        found = joining.find()
+        record = record_of(joining, found)
+        with undone_on_failure(*paths), together(run.folder) as aside:
+            write_client(run, aside / run.where.relative_to(run.folder), record, found)
+            if known is not None:
+                write_result(aside, with_newcomer(known, record), run.folder, on_note)
+    return record
 
 
-def fit_and_add(run: LoadedRun, name: str, file: Path, rounds: int | None) -> dict[str, Scores]:
-    """`onboard`, while nobody else writes into the run folder."""
-    saved = read_description(run.where)  # as it is now: others may have joined since the run was opened
-    run = replace(run, saved=saved)
-    check_newcomer(run, name)
-    new = (run.where / "clients" / name, run.where / "state" / "clients" / f"{name}.safetensors")
-    for path in (*new, run.where / "state"):
-        check_writable(path)
-    client = read_client(run, name, file)
-    common, _ = run.common()
-    first, personal = (t.to(run.device) for t in run.model.initial(saved.seed, [name]))
-    settings = method_settings(run.config, saved.method)
-    rates = {key: settings[key] for key in ("lr", "weight_decay")}
-    fitting = Fitting(run, client, run.config.training.rounds if rounds is None else rounds)
-    surroundings = Surroundings(
-        run.model.common_layout,
-        run.model.spec.rank,
-        *(1, (0,)),
-        personal_layout=run.model.personal_layout,
-        validated=fitting.validation is not None,
-    )
-    own_rate = settings.get("client_lr", run.config.training.client_lr)
-    newcomer = Newcomer.set_up(surroundings, rates | {"client_lr": own_rate})
-    alone = Local(run.model.common_layout, **rates)
-    own = fitting.fit(newcomer, common, personal)
-    alone_common, _ = fitting.fit(
-        alone, first, run.no_personal()
-    )  # D = C = 0: a plain LoRA of the common rank
-    found = {
-        "common adapter alone": fitting.measure(common, run.no_personal()),
-        "own adapter on it": fitting.measure(*own),
-        "training alone": fitting.measure(alone_common, run.no_personal()),
-    }
-    with undone_on_failure(*new):
-        folder.save_client(
-            run.where, run.model, name, own[0][0], own[1][0], run.task.peft_type, run.config.model.name
-        )
-        write_json(new[0] / "onboarding.json", found)
-        folder.save_description(run.where, replace(saved, clients=[*saved.clients, name]))
-    return found
+# --- who may join ---------------------------------------------------------------------------------------------------
 
 
-def check_newcomer(run: LoadedRun, name: str) -> None:
+def check_newcomer(run: LoadedRun, name: str, *, force: bool) -> None:
+    """The name is free, or a newcomer's that may be replaced; the run has ended, and has something to join."""
     check_name(name, "--client")
     if name in run.saved.clients:
-        raise UserError(f"{run.folder} has a client {name!r} already; a newcomer needs another name")
-    check_apart([*run.saved.clients, name], "--client")
-    if not METHODS[run.saved.method].two_level:
-        able = " or ".join(repr(other) for other in METHODS if METHODS[other].two_level)
+        if not run.joined_later(name):
+            raise UserError(
+                f"{run.folder} has a client {name!r} already, which took part in the training; a newcomer needs "
+                f"another name"
+            )
+        if not force:
+            raise UserError(
+                f"{run.folder} has a client {name!r} already, who joined later; --force replaces it, or give another "
+                f"name"
+            )
+    else:
+        check_apart([*run.saved.clients, name], "--client")
+    if next(snapshot.newest_first(run.folder / CHECKPOINTS), None) is not None:
+        raise UserError(f"{run.folder}: the run has not ended; let it go on (--resume) before clients join")
+    kind = METHODS[run.saved.method]
+    if not (kind.federated or kind.pooled):
         raise UserError(
-            f"{run.folder} was trained with {run.saved.method!r}, which has no client adapters; onboard needs a run of "
-            f"{able}"
+            f"{run.folder} was trained with {run.saved.method!r}, where every client is alone: there is no common "
+            f"adapter to join; train the newcomer by itself (pf2lora train --method local)"
         )
 
 
-def read_client(run: LoadedRun, name: str, file: Path) -> Client[Any]:
-    """The newcomer's rows: a share of them held out for the comparison, and of the rest one to choose by."""
-    task = run.config.task
+def read_client(run: LoadedRun, name: str, file: Path, test: Path | None = None) -> Client[Any]:
+    """The newcomer's rows: some to be measured on (those of `test`, or a share held out), and of the rest some to
+    choose by."""
+    task, data, seed = run.config.task, run.config.data, run.saved.seed
     rows = read_rows(task, file, run.saved.labels)
     if len(rows) < MINIMUM_ROWS:
         raise UserError(f"{file}: client {name!r} has {len(rows)} rows; at least {MINIMUM_ROWS} are needed")
-    data, seed = run.config.data, run.saved.seed
-    return with_validation(
-        task, split_client(task, name, rows, data.test_ratio, seed), data.validation_ratio, seed
+    if test is not None:
+        client = Client(name, rows, read_rows(task, test, run.saved.labels))
+    else:
+        client = split_client(task, name, rows, data.test_ratio, seed)
+    return with_validation(task, client, data.validation_ratio, seed)
+
+
+def replaced(known: Result | None, run: LoadedRun, name: str) -> str:
+    """The newcomer that goes, in words."""
+    method = METHODS[run.saved.method].name
+    old = [n for n in known.newcomers if (n.client.name, n.method) == (name, method)] if known else []
+    if not old:
+        return f"the newcomer {name!r}, of whom result.json says nothing"
+    day, rows = old[0].created[:16].replace("T", " "), old[0].client.train
+    return f"the newcomer {name!r} of {day}, with {rows} training rows"
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def record_of(joining: Joining, found: Found) -> NewcomerRecord:
+    """The newcomer as result.json has it: every candidate on its test rows."""
+    workload, kind = joining.workload, joining.kind
+    (client,) = workload.clients
+    measured = {name: joining.measure(models) for name, models in found.models.items()}
+    deployed = joining.measure(found.chosen)
+    errors = {name: m.uncertainty() for name, m in (measured | {"deploy": deployed}).items()}
+    return NewcomerRecord(
+        client=ClientInfo(
+            client.name,
+            len(client.train),
+            len(client.test),
+            workload.task.describe(client.train),
+            len(client.validation),
+        ),
+        method=kind.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        rounds=joining.schedule.rounds,
+        served=found.served,
+        choice=found.choice,
+        deploy=scores_of(deployed),
+        scores={name: scores_of(m) for name, m in measured.items()},
+        errors={name: error.per_client[0] for name, error in errors.items() if error},
+        client_lr=str(joining.client_lr) if kind.two_level else None,
     )
 
 
-class Fitting:
-    """A newcomer's rows, to be learned from, chosen by and measured on."""
+def new_paths(run: LoadedRun, name: str) -> tuple[Path, Path]:
+    """What a newcomer's adapter is in: its PEFT folder and its state."""
+    return run.where / "clients" / name, run.where / "state" / "clients" / f"{name}.safetensors"
 
-    def __init__(self, run: LoadedRun, client: Client[Any], rounds: int) -> None:
-        self.run, self.client = run, client
-        self.schedule = Schedule(rounds, run.config.training.steps, seeds=(run.saved.seed,))
-        self.train: Encoded = run.task.encode([client.train], training=True).to(run.device)
-        self.test: Encoded = run.task.encode([client.test], training=False).to(run.device)
-        self.validation: Encoded | None = None
-        if client.validation:
-            self.validation = run.task.encode([client.validation], training=False).to(run.device)
 
-    def judge(self, common: Tensor, personal: Tensor) -> Tensor:
-        """The losses on the validation rows, inf where a model's outputs are no numbers."""
-        assert self.validation is not None
-        found = self.run.task.losses(self.run.model, common, personal, self.validation, [0])
-        return found.masked_fill(~torch.isfinite(found), torch.inf)
+def write_client(run: LoadedRun, where: Path, record: NewcomerRecord, found: Found) -> None:
+    """The newcomer's adapter, with its record beside it, and the clients' names with its own."""
+    name, saved = record.client.name, run.saved
+    base, model = run.config.model.name, run.model
+    folder.save_client(
+        where, model, name, found.chosen.common[0], found.chosen.personal[0], run.task.peft_type, base
+    )
+    write_json(where / "clients" / name / folder.JOINED, asdict(record))
+    clients = saved.clients if name in saved.clients else [*saved.clients, name]
+    folder.save_description(where, replace(saved, clients=clients))
 
-    def fit(self, method: Method, common: Tensor, personal: Tensor) -> tuple[Tensor, Tensor]:
-        """As many local steps as the run's own clients had."""
-        run = self.run
-        size = run.config.training.batch_size
-        source = batch_source(
-            run.config, self.train, [self.client.name], (run.saved.seed,), size, method.draws
-        )
 
-        def loss(common: Tensor, personal: Tensor, batch: Any) -> Tensor:
-            return run.task.loss(run.model, common, personal, batch)
+def known_result(run: LoadedRun, on_note: Callable[[str], None]) -> Result | None:
+    """The run's result, to which the newcomer is added; None where there is none."""
+    if not (run.folder / result.FILE).exists():
+        on_note(f"{run.folder} has no {result.FILE}: the newcomer will be in no report")
+        return None
+    return result.load_result(run.folder)
 
-        with track(self.schedule.rounds * self.schedule.steps, f"{method.label}: steps") as advance:
 
-            def on_step(step: Step) -> None:
-                advance(step.clients)
+def with_newcomer(known: Result, record: NewcomerRecord) -> Result:
+    """The result with one newcomer more, in the place of its namesake."""
+    key = record.client.name, record.method
+    others = [n for n in known.newcomers if (n.client.name, n.method) != key]
+    return replace(known, newcomers=[*others, record])
 
-            rounds = train(
-                method,
-                loss,
-                method.init(common, personal),
-                source,
-                self.schedule,
-                device=run.device,
-                on_step=on_step,
-                judges=None if self.validation is None else lambda clients: self.judge,
-            )
-            state = deque(rounds, maxlen=1).pop().served
-        if method.resizes:
-            state = method.resize(state, self.judge, serving=True)
-        return state.x, state.y
 
-    def measure(self, common: Tensor, personal: Tensor) -> Scores:
-        """The scores on the rows held out."""
-        answers = self.run.task.predict(self.run.model, common, personal, self.test, final=True)[0]
-        scores = self.run.task.score(answers, self.client.test)
-        return {metric: finite(value) for metric, value in scores.items()}
+def write_result(aside: Path, known: Result, where: Path, on_note: Callable[[str], None]) -> None:
+    """result.json and the report, unless somebody's own page has its name."""
+    from pf2lora import report
+
+    write_json(aside / result.FILE, known.to_dict())
+    page = where / REPORT
+    if not page.exists() or report.is_ours(page):
+        report.build(known, aside / REPORT)
+    else:
+        on_note(f"{page} is no report of pf2lora and stays as it is")
+
+
+@contextmanager
+def together(where: Path) -> Iterator[Path]:
+    """Files of a run folder that change at once: what is yielded is filled with them, under the names that they will
+    have, and then they are renamed into place. A full disk or an error before that changes nothing. The deepest come
+    first: what names others lies above them."""
+    aside = where / folder.ASIDE
+    shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
+    try:
+        yield make_folder(aside)
+        files = sorted((p for p in aside.rglob("*") if p.is_file()), key=lambda p: -len(p.parts))
+        for path in files:
+            place = where / path.relative_to(aside)
+            make_folder(place.parent)
+            with writing(place):
+                path.replace(place)
+    except CannotWrite as error:  # the user knows the files by their own names
+        raise CannotWrite(where, OSError(error.errno, error.reason)) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

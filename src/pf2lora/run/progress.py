@@ -1,13 +1,35 @@
-"""How far long work has got: a bar with rate and ETA on a terminal, plain lines elsewhere."""
+"""How far long work has got: a live screen or a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-LINE_EVERY = 15.0  # seconds between plain lines
+from pf2lora.errors import unknown
+from pf2lora.run import numbers
+from pf2lora.run.events import Listener
+from pf2lora.run.plain_log import LINE_EVERY, JsonLog, Lines, to_stderr
+from pf2lora.run.screen import Screen
+
+LOGS = ("auto", "lines", "json", "none")
+
+
+@contextmanager
+def shown(log: str = "auto", on_note: Callable[[str], None] = to_stderr) -> Iterator[Listener]:
+    """Who shows a run while it goes on: `auto` is a live screen on a terminal and `lines` elsewhere, whose notes go to
+    `on_note`; `json` writes every event to standard output; `none` is silent."""
+    if log not in LOGS:
+        raise unknown("log", log, LOGS)
+    if log == "auto" and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        with Screen() as screen:
+            yield screen
+    elif log in ("auto", "lines"):
+        yield Lines(on_note)
+    else:
+        yield JsonLog() if log == "json" else lambda event: None
 
 
 @contextmanager
@@ -62,8 +84,6 @@ def _lines(total: int, what: str) -> Iterator[Callable[..., None]]:
             last = now
             rate = done / (now - started)
             left = (total - done) / rate
-            print(
-                f"{what}: {done}/{total}, {rate:.1f}/s, about {left:.0f} s left", file=sys.stderr, flush=True
-            )
+            to_stderr(f"{what}: {done}/{total}, {rate:.1f}/s, about {numbers.duration(round(left))} left")
 
     yield advance

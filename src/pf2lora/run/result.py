@@ -153,6 +153,28 @@ class ExampleRecord:
 
 
 @dataclass(frozen=True)
+class NewcomerRecord:
+    """A client that joined a method's run after it had ended (run/onboarding.py). `scores` are of what it could deploy,
+    by candidate and metric, `errors` the headline's standard errors over its test rows; the candidate it deploys is
+    the `choice`'s, or `served` where it had no validation rows to choose by."""
+
+    client: ClientInfo
+    method: str
+    created: str
+    rounds: int
+    served: str  # the candidate that it deploys unless another is clearly better
+    choice: Choice | None
+    deploy: dict[str, float | None]
+    scores: dict[str, dict[str, float | None]]
+    errors: dict[str, float] = field(default_factory=dict)
+    client_lr: str | None = None  # as it was given, where it has an adapter of its own
+
+    @property
+    def deploys(self) -> str:
+        return self.served if self.choice is None else self.choice.candidate
+
+
+@dataclass(frozen=True)
 class Scores:
     """A method's scores of one metric: `per_client` by name, means over seeds."""
 
@@ -181,6 +203,7 @@ class Result:
     machine: dict[str, Any]
     methods: dict[str, MethodResult]
     examples: list[ExampleRecord] = field(default_factory=list)
+    newcomers: list[NewcomerRecord] = field(default_factory=list)
     format: int = FORMAT
 
     # --- reading it -----------------------------------------------------------------------------------------

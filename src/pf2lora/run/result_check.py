@@ -27,6 +27,24 @@ def check(result: Result, where: str) -> None:
                     f"{place}.served.{result.metric} is missing (docs/result.md describes the file)"
                 )
             _check_lengths(run, len(result.clients), place)
+    _check_newcomers(result, where)
+
+
+def _check_newcomers(result: Result, where: str) -> None:
+    """Each joined a method of the result under a name that is free there, and has a score for what it deploys."""
+    clients = {client.name for client in result.clients}
+    seen: set[tuple[str, str]] = set()
+    for i, newcomer in enumerate(result.newcomers):
+        place, name = f"{where}: newcomers[{i}]", newcomer.client.name
+        if newcomer.method not in result.methods:
+            raise UserError(
+                f"{place}.method must be one of {', '.join(result.methods)}, not {newcomer.method!r}"
+            )
+        if name in clients or (name, newcomer.method) in seen:
+            raise UserError(f"{place}.client.name must be a new one, not {name!r}")
+        seen.add((name, newcomer.method))
+        if result.metric not in newcomer.deploy:
+            raise UserError(f"{place}.deploy.{result.metric} is missing (docs/result.md describes the file)")
 
 
 def _check_lengths(run: SeedRun, clients: int, place: str) -> None:

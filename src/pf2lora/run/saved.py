@@ -21,7 +21,7 @@ from pf2lora.run import config as configs
 from pf2lora.run import instance_weights
 from pf2lora.run.config import Config
 from pf2lora.run.decode import decode
-from pf2lora.run.folder import SavedMethod, place
+from pf2lora.run.folder import JOINED, SavedMethod, place
 from pf2lora.run.set_up import adapter_spec
 from pf2lora.run.workload import build_task, choose_device, load_base
 from pf2lora.tasks.base import Task
@@ -61,7 +61,7 @@ class LoadedRun:
             raise UserError(
                 f"{self.folder} has no client {name!r}; its clients: {', '.join(self.saved.clients)}"
             )
-        if self.saved.shares_one_model:
+        if self.saved.shares_one_model and not self.joined_later(name):
             return self.common()
         tensors, _ = read_tensors(file)
         parts = {
@@ -73,6 +73,10 @@ class LoadedRun:
             flat(self.model.personal_layout, parts["personal."], file),
         )
         return common.to(self.device), personal.to(self.device)
+
+    def joined_later(self, name: str) -> bool:
+        """Whether a client came when the run had ended (run/onboarding.py)."""
+        return (self.where / "clients" / name / JOINED).exists()
 
     def answers(
         self, client: str | None, rows: list[Any], own_rows: Sequence[Any] | None = None

@@ -16,11 +16,11 @@ from pf2lora.core.ranks import client_share, learned_ranks
 from pf2lora.engines.local import After, Round, train
 from pf2lora.engines.steps import Step
 from pf2lora.run import costs, privacy
+from pf2lora.run.cadence import rounds_to_evaluate
 from pf2lora.run.deploy import PERSONAL, SERVED, Deployment, candidates
 from pf2lora.run.evaluation import (
     Measured,
     Models,
-    evaluation_rounds,
     finite,
     finite_numbers,
     measure,
@@ -66,17 +66,18 @@ def run(
     on_round: Callable[[int, RoundRecord], None],
     on_step: Callable[[int], None] = lambda clients: None,
     keeper: Keeper | None = None,
+    on_begun: Callable[[int], None] = lambda rounds: None,
 ) -> list[Outcome]:
     """Train, and measure as the config says; an outcome for each seed. `on_round` gets each round's records as they
     happen, with their seeds, `on_step` how many learners did another step. A `keeper` keeps what the trial needs to go
-    on, and knows whether it was begun before."""
+    on, and knows whether it was begun before; `on_begun` is told how many rounds of it are over then."""
     workload, config = trial.workload, trial.workload.config
-    measured_rounds = evaluation_rounds(config.training)
+    measured_rounds = rounds_to_evaluate(workload)
     watched = Watched.of(trial)
     begun = keeper.begun(trial, watched) if keeper else None
     state, after = begun or (trial.state, None)
     if begun:
-        on_step(watched.steps.total)
+        on_begun(watched.rounds[0][-1].round)
 
     def stepped(step: Step) -> None:
         watched.steps.add(step)
@@ -130,8 +131,9 @@ def round_records(
         found = deployment.look(done, offered, common)
         losses = finite_numbers(found.tolist())
         last = last or watched.stopper.enough(found)
+    points = ROUND_POINTS if trial.workload.config.training.evaluate_before else (SERVED,)
     watched.last = {
-        name: measure(trial, models, final=last) for name, models in offered.items() if name in ROUND_POINTS
+        name: measure(trial, models, final=last) for name, models in offered.items() if name in points
     }
     if last and deployment is not None:
         finish(trial, done, offered, watched, deployment)

@@ -49,10 +49,12 @@ def load_workload(
     *,
     clients: Sequence[Client[Any]] | None = None,
     labels: Sequence[str] = (),
+    metric: str | None = None,
 ) -> Workload:
     """Data, tokens and model that the config describes.
 
-    `clients` are those that somebody has loaded already; `labels` those that were agreed on beforehand.
+    `clients` are those that somebody has loaded already; `labels` and the headline `metric` those that were agreed on
+    beforehand.
     """
     if not config.model.name:
         raise UserError("no base model is named: --model takes a hub name or a folder")
@@ -62,7 +64,7 @@ def load_workload(
     if clients is None:
         clients = load_clients(config.task, config.data, config.training.seed, labels=agreed, notes=notes)
     notes += few_rows(clients, config.training.batch_size)
-    task = build_task(config, agreed or config.task.labels(clients))
+    task = build_task(config, agreed or config.task.labels(clients), metric)
     task.clients_per_pass = config.training.clients_per_pass
     base = load_base(config, task, device)
     train = task.encode([client.train for client in clients], training=True).to(device)
@@ -70,8 +72,9 @@ def load_workload(
     validation = sample = None
     if any(client.validation for client in clients):
         validation = task.encode([client.validation for client in clients], training=False).to(device)
+        validation = task.weighed(validation, train)
         few = [spread(client.validation, SAMPLE) for client in clients]
-        sample = task.encode(few, training=False).to(device)
+        sample = task.weighed(task.encode(few, training=False).to(device), train)
     check_lengths(config, base, train, test)
     return Workload(
         config,
@@ -93,10 +96,9 @@ def spread(rows: list[Any], most: int) -> list[Any]:
     return rows if len(rows) <= most else [rows[i * len(rows) // most] for i in range(most)]
 
 
-def build_task(config: Config, labels: Sequence[str]) -> Task[Any, Any]:
-    """The task of a run, with the headline metric that its data set is known by."""
-    dataset = config.task.datasets.get(config.data.dataset or "")
-    return config.task.build(config.model.name, labels, dataset.metric if dataset else None)
+def build_task(config: Config, labels: Sequence[str], metric: str | None = None) -> Task[Any, Any]:
+    """The task of a run, with the headline metric that was agreed on, or else its data set is known by."""
+    return config.task.build(config.model.name, labels, metric or config.task.known_by(config.data.dataset))
 
 
 def load_base(config: Config, task: Task[Any, Any], device: torch.device) -> PreTrainedModel:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -44,6 +46,7 @@ class Task(ABC, Generic[Row, Prediction]):
     tokenizer: PreTrainedTokenizerBase
     clients_per_pass: int | None = None  # answering in one pass; bounds memory, as in training
     evaluation_batch: int = 64  # rows of each client that are answered at once
+    writes: bool = False  # whether it has scores of what it writes, which are of a run's end alone
 
     @abstractmethod
     def load_model(self, name: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -52,6 +55,11 @@ class Task(ABC, Generic[Row, Prediction]):
     @abstractmethod
     def encode(self, clients: Sequence[Sequence[Row]], *, training: bool) -> Encoded:
         """The clients' rows as tokens, side by side."""
+
+    def weighed(self, encoded: Encoded, train: Encoded) -> Encoded:
+        """The same rows with what their losses count, where that follows from each client's training rows `train`:
+        of those rows themselves, which `encode` weighs, and of the rows that models are chosen by."""
+        return encoded
 
     @abstractmethod
     def example_losses(
@@ -187,6 +195,20 @@ def pad_columns(
     return Encoded(columns, row_columns, lengths, starts)
 
 
+ROWS_ANSWERED: ContextVar[Callable[[int], None]] = ContextVar("rows answered", default=lambda rows: None)
+"""Who is told how many more rows were answered, while a run evaluates: a bar that would stand still otherwise."""
+
+
+@contextmanager
+def telling_rows(tell: Callable[[int], None]) -> Iterator[None]:
+    """Meanwhile `tell` hears of every batch of rows that was answered."""
+    before = ROWS_ANSWERED.set(tell)
+    try:
+        yield
+    finally:
+        ROWS_ANSWERED.reset(before)
+
+
 class EvaluationBatch(NamedTuple):
     """Rows of several clients for one forward pass; `real[i]` of client i's rows are not filling."""
 
@@ -214,6 +236,7 @@ def evaluation_batches(
             width = max(map(len, rows))
             filled = [np.concatenate([r, np.repeat(r[-1:], width - len(r))]) for r in rows]
             yield EvaluationBatch(clients, np.concatenate(filled), [len(r) for r in rows])
+            ROWS_ANSWERED.get()(sum(map(len, rows)))
 
 
 @torch.no_grad()

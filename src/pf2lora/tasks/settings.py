@@ -94,9 +94,25 @@ class TaskSettings(ABC, Generic[Row]):
     def build(self, model: str, labels: Sequence[str], metric: str | None = None) -> Task[Row, Any]:
         """The task itself, for the base model `model` (a hub name or a folder); `metric` is the headline."""
 
+    def known_by(self, dataset: str | None) -> str | None:
+        """The metric that a data set is known by, if it is one of the task's."""
+        known = self.datasets.get(dataset or "")
+        return known.metric if known else None
+
     def labels(self, clients: Sequence[Client[Row]]) -> list[str]:
         """What all clients must agree on and a saved run remembers: the names of the outputs."""
         return []
+
+    def agreed(self, labels: Sequence[str]) -> list[str]:
+        """What those agree on who see their own rows alone (the sites of a federation), from the `labels` that somebody
+        named; a UserError where they must be named, or cannot be these."""
+        if self.labelled and not labels:
+            raise UserError(
+                "--labels is missing: no one sees all the data, so the labels are named (--labels neg,pos)"
+            )
+        if labels and not self.labelled:
+            raise UserError(f"{self.name} has no labels: leave --labels out")
+        return list(labels)
 
     def traits(self, clients: Sequence[Client[Row]]) -> list[str]:
         """What else a saved run must remember to take rows as in training ("pairs", say)."""

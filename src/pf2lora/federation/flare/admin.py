@@ -1,4 +1,4 @@
-"""What the lead does from anywhere: submit a run, see how it stands, stop it."""
+"""What the lead does from anywhere: submit a run, see how it stands, stop it, go on with it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pf2lora.federation.flare.provision import SCOPE, SERVER_CLASSES, SITE_CLASS
 from pf2lora.federation.protocol.plan import Plan
 
 POLL = 0.1  # seconds between a site's questions for work
+ACTIVE = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")  # FLARE's words for a job that is not over
 
 
 def write_job(plan: Plan, folder: Path) -> Path:
@@ -90,13 +91,13 @@ def submit(kit: Path, plan: Plan) -> str:
 
 def runs(kit: Path) -> list[dict[str, Any]]:
     """Every job of this federation, newest first; `pf2lora` says where it stands or how it ended."""
-    from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
+    from nvflare.fuel.flare_api.api_spec import InternalError, JobNotFound, JobNotRunning
 
     with session(kit) as flare:
         found = flare.list_jobs(detailed=True)
         for job in found:
             if job["status"] == "RUNNING":
-                with suppress(JobNotFound, JobNotRunning):  # it may end while we look
+                with suppress(JobNotFound, JobNotRunning, InternalError):  # it may end while we look
                     job["pf2lora"] = (
                         flare.show_stats(job["job_id"], "server").get("server", {}).get("pf2lora")
                     )
@@ -104,12 +105,39 @@ def runs(kit: Path) -> list[dict[str, Any]]:
 
 
 def stop_run(kit: Path, name: str) -> list[str]:
-    """Stop the jobs of a run; their ids."""
-    active = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")
+    """Stop the jobs of a run; their ids. One that cannot be stopped does not keep the others from it."""
+    from nvflare.fuel.flare_api.api_spec import InternalError
+
     with session(kit) as flare:
-        ids = [
-            j["job_id"] for j in flare.list_jobs(detailed=True) if j["name"] == name and j["status"] in active
-        ]
-        for job in ids:
-            flare.abort_job(job)
-        return ids
+        stopped, stuck = [], []
+        for job in [job for job in jobs_of(flare, name) if job["status"] in ACTIVE]:
+            try:
+                flare.abort_job(job["job_id"])
+                stopped.append(job["job_id"])
+            except InternalError:
+                stuck.append(job["job_id"])
+    if stuck and not stopped:
+        raise UserError(
+            f"run {name!r}: the server has no process of job {stuck[0]}, and could not write that down (is its disk "
+            f"full?): start it again"
+        )
+    return stopped
+
+
+def resume_run(kit: Path, name: str) -> str:
+    """Go on with a run that was stopped, as it was submitted; the job's id."""
+    with session(kit) as flare:
+        found = jobs_of(flare, name)
+        if not found:
+            raise UserError(f"there is no run {name!r} here: `status` lists those that there are")
+        if any(job["status"] in ACTIVE for job in found):
+            raise UserError(f"run {name!r} is going on already")
+        if (found[0].get("pf2lora") or {}).get("state") == "finished":
+            raise UserError(f"run {name!r} is finished; the same `submit` with more --rounds goes on")
+        return str(flare.clone_job(found[0]["job_id"]))
+
+
+def jobs_of(flare: Any, name: str) -> list[dict[str, Any]]:
+    """The jobs of a run, newest first."""
+    found = [job for job in flare.list_jobs(detailed=True) if job["name"] == name]
+    return sorted(found, key=lambda job: job["submit_time"], reverse=True)

@@ -204,7 +204,7 @@ class FederationController(Controller):
                     )
             record = session.finish_round(answers, time.perf_counter() - began, missing, summed)
             self.report(record)
-        answers = self.exchange("finish", session.finish_requests(self.present), self.plan.deadline)
+        answers = self.exchange("finish", session.finish_requests(self.present), self.plan.final_deadline)
         if self.abort.triggered:
             return
         session.finish(answers)

@@ -178,6 +178,8 @@ def harden_server(kit: Path) -> None:
                 "args": {"uri_root": "/", "storage": store},
             },
             "components": [
+                # First: it continues a run before the scheduler hears that its job ended, and looks for another.
+                component("run_resumer", "pf2lora.federation.flare.resumer.RunResumer"),
                 component(
                     "job_scheduler",
                     "nvflare.app_common.job_schedulers.job_scheduler.DefaultJobScheduler",
@@ -194,7 +196,6 @@ def harden_server(kit: Path) -> None:
                     "process_launcher",
                     "nvflare.app_common.job_launcher.server_process_launcher.ServerProcessJobLauncher",
                 ),
-                component("run_resumer", "pf2lora.federation.flare.resumer.RunResumer"),
             ],
         },
     )

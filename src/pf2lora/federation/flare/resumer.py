@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, SystemComponents
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
-from nvflare.apis.job_def import JobMetaKey
+from nvflare.apis.job_def import Job, JobMetaKey, RunStatus
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
 from pf2lora.federation.protocol.run_status import (
@@ -24,6 +25,13 @@ from pf2lora.federation.protocol.run_status import (
 )
 
 TRIES = 3  # continuations without a finished round in between
+CONTINUES, AWAITS = (
+    "pf2lora_continues",
+    "pf2lora_awaits",
+)  # in a job's description: what it continues, and with whom
+RETURN = (
+    60.0  # seconds that a continuation waits for the sites that were there, which a restart keeps from it
+)
 
 
 class RunResumer(FLComponent):
@@ -36,8 +44,10 @@ class RunResumer(FLComponent):
         self.tries: dict[str, tuple[int, int]] = {}  # run: (finished rounds, continuations since)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """FLARE's events: a site was heard of, a job ended."""
-        if event_type in (EventType.CLIENT_REGISTER_PROCESSED, EventType.CLIENT_HEARTBEAT_PROCESSED):
+        """FLARE's events: the server was started, a site was heard of, a job ended."""
+        if event_type == EventType.SYSTEM_START:
+            self.started(fl_ctx)
+        elif event_type in (EventType.CLIENT_REGISTER_PROCESSED, EventType.CLIENT_HEARTBEAT_PROCESSED):
             peer = fl_ctx.get_peer_context()
             if peer and peer.get_identity_name():
                 self.heard(peer.get_identity_name(), event_type == EventType.CLIENT_REGISTER_PROCESSED)
@@ -48,6 +58,25 @@ class RunResumer(FLComponent):
                 if status is not None and status.job == job:
                     self.ended(folder, status, event_type == EventType.JOB_ABORTED, fl_ctx)
                 self.tell_lead(folder, job, fl_ctx)
+
+    def started(self, fl_ctx: FLContext) -> None:
+        """What ran when the server ended runs no longer, whatever the store says; runs that were not at their end go
+        on."""
+        manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
+        for job in manager.get_jobs_by_status([RunStatus.RUNNING, RunStatus.DISPATCHED], fl_ctx):
+            manager.set_status(job.job_id, RunStatus.FINISHED_ABNORMAL, fl_ctx)
+        newest: dict[str, Job] = {}
+        for job in sorted(manager.get_all_jobs(fl_ctx), key=submitted):
+            newest[job.meta[JobMetaKey.JOB_NAME.value]] = job
+        for name, job in newest.items():
+            state = job.meta[JobMetaKey.STATUS.value]
+            folder = self.root / "runs" / name
+            status = read_status(folder)
+            unfinished = status is None or status.state in ("running", "continue")
+            if unfinished and state not in (RunStatus.SUBMITTED, RunStatus.FINISHED_ABORTED):
+                if status is not None:
+                    append_line(folder, "the server was started again: the run goes on")
+                self.continue_job(job.job_id, status.present if status else [], fl_ctx)
 
     def heard(self, site: str, registered: bool) -> None:
         """A site found this server: it registered, or its heartbeat goes on after the server was started again."""
@@ -66,7 +95,10 @@ class RunResumer(FLComponent):
     def ended(self, folder: Path, status: Status, aborted: bool, fl_ctx: FLContext) -> None:
         """The job of a run ended: continue the run, unless it is finished, was stopped, or gets nowhere."""
         if aborted and status.state == "running":
-            status.state, status.line = "stopped", "stopped by an administrator; the same command resumes"
+            status.state, status.line = (
+                "stopped",
+                f"stopped by an administrator; `pf2lora federation resume {folder.name}` goes on",
+            )
             write_status(folder, status)
             append_line(folder, status.line)
         elif status.state in ("running", "continue"):
@@ -79,14 +111,14 @@ class RunResumer(FLComponent):
                 write_status(folder, status)
                 append_line(folder, status.line)
             else:
-                self.continue_run(status, fl_ctx)
+                self.continue_job(status.job, status.present, fl_ctx)
 
-    def continue_run(self, status: Status, fl_ctx: FLContext) -> None:
-        """Submit the job that ended once more, in its submitter's name."""
+    def continue_job(self, ended: str, sites: list[str], fl_ctx: FLContext) -> None:
+        """Submit the job that ended once more, in its submitter's name, for the `sites` that were there."""
         manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
-        job = manager.get_job(status.job, fl_ctx)
+        job = manager.get_job(ended, fl_ctx)
         meta = {key.value: job.meta[key.value] for key in CARRIED if key.value in job.meta}
-        manager.clone(status.job, meta, fl_ctx)
+        manager.clone(ended, meta | {CONTINUES: ended, AWAITS: sites}, fl_ctx)
 
 
 def note(folder: Path, site: str) -> None:
@@ -110,8 +142,24 @@ CARRIED = (
 )
 
 
+def submitted(job: Job) -> float:
+    """When a job was submitted."""
+    return float(job.meta.get(JobMetaKey.SUBMIT_TIME.value) or 0.0)
+
+
 class JobStore(SimpleJobDefManager):
     """FLARE's job store, inside the server's own kit instead of the temporary folder."""
+
+    def get_jobs_to_schedule(self, fl_ctx: FLContext) -> list[Job]:
+        """Jobs that wait. A run that goes on comes before those that have not begun, and while it waits for its sites
+        nobody overtakes it."""
+        waiting: list[Job] = super().get_jobs_to_schedule(fl_ctx)
+        continued = sorted((job for job in waiting if CONTINUES in job.meta), key=submitted)
+        if not continued:
+            return waiting
+        there = {client.name for client in fl_ctx.get_engine().get_clients()}
+        late = time.time() - submitted(continued[0]) > RETURN
+        return continued[:1] if late or there.issuperset(continued[0].meta.get(AWAITS, ())) else []
 
     def __init__(self) -> None:
         super().__init__(uri_root=str(Path.cwd() / "store" / "jobs"))

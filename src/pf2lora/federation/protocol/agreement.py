@@ -14,7 +14,7 @@ from pf2lora.federation.protocol.plan import Plan
 from pf2lora.parsing import read_text
 
 # Between a run's beginning and its resumption.
-MAY_CHANGE = ("deadline", "quorum", "norm_limit", "rounds", "patience")
+MAY_CHANGE = ("deadline", "final_deadline", "quorum", "norm_limit", "rounds", "patience")
 
 
 def check_fits(site: str, facts: Mapping[str, Any], other: str, theirs: Mapping[str, Any]) -> None:

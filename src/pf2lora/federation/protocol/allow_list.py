@@ -177,7 +177,10 @@ class AllowList:
         return {
             "hello": Declared({**ROUND, **hello}),
             "update": Declared({**ROUND, **trained}, {**measured, **validated}, tensors=True),
-            "scores": Declared({**ROUND, "served": self.is_scores}, {**validated, "deploy": self.is_scores}),
+            "scores": Declared(
+                {**ROUND, "served": self.is_scores},
+                {**validated, "before": self.is_scores, "deploy": self.is_scores},
+            ),
             "problem": PROBLEM,
         }
 

@@ -95,6 +95,11 @@ def round_records(
     metrics = workload.task.metrics
     names = dict(zip(plan.sites, workload.names))
     later = [*(r["scores"] for r in session.records[1:]), final]
+    last = len(
+        session.records
+    )  # what was before its average is measured once more at the end, with written text
+    before = {record["round"]: record["scores"] for record in session.records}
+    before[last] = {s: fields | final.get(s, {}) for s, fields in before[last].items()}
 
     def means(answers: dict[str, Any], key: str) -> Numbers | None:
         found = [answers.get(site, {}) for site in plan.sites]
@@ -108,7 +113,7 @@ def round_records(
             train_loss=means(record["scores"], "loss") or [None] * len(plan.sites),
             validation_loss=(scores_at(plan, after, "validation", ["loss"]) or {}).get("loss"),
             served=scores_at(plan, after, "served", metrics),
-            before_averaging=scores_at(plan, record["scores"], "before", metrics),
+            before_averaging=scores_at(plan, before[record["round"]], "before", metrics),
             second_order_share=means(record["scores"], "second_order"),
             left_out={names[site]: why for site, why in record["refused"].items()},
         )

@@ -21,9 +21,10 @@ from pf2lora.settings import column_settings
 class Plan:
     """The plan every participant gets. It names no data: where a site's data lies is the site's own affair.
 
-    `deadline` is in seconds per round; `quorum` the fraction of a round's sites that must answer in time;
-    `norm_limit` how many times the median an update's norm may be; `wire` the precision
-    in which the common adapter travels; in a `masked` run the server sees only the sum of a round's updates.
+    `metric` is the headline where the lead's data set is known by one; for generated text it says which scores there
+    are. `deadline` is in seconds per round, `final_deadline` for the scores at the end; `quorum` the fraction of a
+    round's sites that must answer in time; `norm_limit` how many times the median an update's norm may be; `wire` the
+    precision in which the common adapter travels; in a `masked` run the server sees only the sum of a round's updates.
     """
 
     name: str
@@ -31,7 +32,9 @@ class Plan:
     method: str
     sites: tuple[str, ...]
     labels: tuple[str, ...] = ()
+    metric: str | None = None
     deadline: float = 600.0
+    final_deadline: float = 3600.0
     quorum: float = 0.5
     norm_limit: float = 10.0
     wire: str = "float32"
@@ -46,6 +49,10 @@ class Plan:
             raise UserError(f"wire is {self.wire!r}; the common adapter travels as float32 or bfloat16")
         if not self.deadline > 0:
             raise UserError(f"deadline is {self.deadline}; it is a round's time in seconds, above 0")
+        if not self.final_deadline > 0:
+            raise UserError(
+                f"final_deadline is {self.final_deadline}; it is the time of the last scores in seconds, above 0"
+            )
         if not 0 < self.quorum <= 1:
             raise UserError(
                 f"quorum is {self.quorum}; it is the fraction of a round's sites that must answer, in (0, 1]"
@@ -94,7 +101,9 @@ class Plan:
         training = config.training
         if len(training.method) != 1 or training.seeds != 1:
             raise UserError("a federation runs one method with one seed")
-        return cls(name, shared_tables(config), training.method[0], sites, labels, **options)
+        agreed = tuple(config.task.agreed(labels))
+        options = {"metric": config.task.known_by(config.data.dataset)} | options
+        return cls(name, shared_tables(config), training.method[0], sites, agreed, **options)
 
     @property
     def run(self) -> Config:

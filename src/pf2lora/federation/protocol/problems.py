@@ -20,7 +20,7 @@ PROBLEMS = {
     "loss": "its loss stopped being a number; a smaller lr or client_lr usually helps",
     "update": "its update is many times larger than any before; a smaller lr or client_lr usually helps",
     "data": "its data or model could not be loaded",
-    "labels": "its data has labels that the federation does not name",
+    "labels": "its data has labels, or questions without an answer, that the run's --labels do not name",
     "policy": "its own policy.toml does not allow the run",
     "masks": "it refused the round's masks or has lost them",
     "summed": "it has given its shares of this round already",

@@ -339,7 +339,7 @@ class QuorumMissed(UserError):
         why += [f"{site}: {reason}" for site, reason in refused.items()]
         super().__init__(
             f"round {number}: {got} of {asked} sites gave an update and the quorum is {plan.needed(asked)} "
-            f"({'; '.join(why) or 'no site was there'}); the same command resumes at this round"
+            f"({'; '.join(why) or 'no site was there'}); resumed, the run goes on with this round"
         )
 
 

@@ -25,7 +25,7 @@ from pf2lora.federation.protocol.checkpoints import (
     writing,
 )
 from pf2lora.parsing import parse_json
-from pf2lora.run.deploy import Deployment, Kept, candidates
+from pf2lora.run.deploy import SERVED, Deployment, Kept, candidates
 from pf2lora.run.evaluation import Models, finite, measure, models_in_use
 from pf2lora.run.folder import save_client
 from pf2lora.run.result import Choice
@@ -62,7 +62,10 @@ class SiteModels:
     def deploy(self, state: State, saved: Checkpoint, number: int) -> dict[str, Sums]:
         """The same at the run's end, with the score of what the site chose to deploy, which is written."""
         served = models_in_use(self.trial, state, number)
-        answer = {"served": self.scores(served)}
+        answer = {"served": self.scores(served, final=True)}
+        if self.trial.workload.task.writes and self.trial.method.federated and saved.round == number:
+            before = models_in_use(self.trial, saved.before, number, received=False)
+            answer["before"] = self.scores(before, final=True)
         if not self.validated:
             self.export(served)
             return answer
@@ -71,8 +74,11 @@ class SiteModels:
         answer |= validation_sums(deployment)
         deployment.try_personal_steps(done, served)
         deployment.choose()
-        self.export(deployment.models, *deployment.choices())
-        return answer | {"deploy": self.scores(deployment.models)}
+        (choice,) = deployment.choices()
+        self.export(deployment.models, choice)
+        if (choice.candidate, choice.round) == (SERVED, number):
+            return answer | {"deploy": answer["served"]}
+        return answer | {"deploy": self.scores(deployment.models, final=True)}
 
     def look(self, done: Round, served: Models) -> Deployment:
         """Judge a round's candidates beside the best of the rounds before; the best of all is on disk then."""
@@ -112,9 +118,10 @@ class SiteModels:
         vars(best).update(tensors)
         return best
 
-    def scores(self, models: Models) -> Sums:
-        """The test rows, and by metric the score times them."""
-        scores, rows = measure(self.trial, models).scores, len(self.trial.workload.clients[0].test)
+    def scores(self, models: Models, *, final: bool = False) -> Sums:
+        """The test rows, and by metric the score times them; those of written text in the `final` scores alone."""
+        scores = measure(self.trial, models, final=final).scores
+        rows = len(self.trial.workload.clients[0].test)
         sums = {name: v * rows for name, (value,) in scores.items() if (v := finite(value)) is not None}
         return {"rows": rows} | sums
 

@@ -88,7 +88,7 @@ def read_site_file(path: Path, columns: Sequence[str] | None = None) -> SiteFile
     """The site's own file, checked; an unknown key is named. `columns` are the run's task's settings that name columns
     of data files (without a run yet: any task's); with the files themselves, they are what `[data]` may hold."""
     if columns is None:
-        columns = sorted({name for task in TASKS.own for name in column_settings(TASKS[task])})
+        columns = sorted({name for task in TASKS for name in column_settings(TASKS[task])})
     if not path.is_file():
         raise UserError(f"{path} is missing: it names this site's data, base model and state folder")
     values = read_toml(path)
@@ -139,7 +139,8 @@ def site_config(plan: Plan, file: Path) -> tuple[Config, SiteFile]:
 
 def state_folder(plan: Plan, file: Path) -> Path:
     """Where a site keeps the state of this run, by its own file."""
-    return file.parent / read_site_file(file).state / plan.name
+    columns = column_settings(type(plan.run.task))
+    return file.parent / read_site_file(file, columns).state / plan.name
 
 
 def load_client(config: Config, plan: Plan, name: str) -> tuple[Client[Any], list[str]]:
@@ -164,7 +165,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     client, labels = load_client(config, plan, own.name or site)
     if len(client.train) < policy.min_rows:
         raise PolicyBroken(plan, "min_rows", policy.min_rows)
-    workload = load_workload(config, clients=[client], labels=labels)
+    workload = load_workload(config, clients=[client], labels=labels, metric=plan.metric)
     base = workload.base
     fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
     if policy.models and not {fingerprint, own.model} & set(policy.models):

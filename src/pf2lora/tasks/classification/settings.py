@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pf2lora.data.client import Client
 from pf2lora.data.files import Record, columns_of, find_column
 from pf2lora.data.guessing import fewest_values, longest_texts
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, unknown
 from pf2lora.settings import require_positive, setting
 from pf2lora.tasks.classification import glue, movie_reviews
 from pf2lora.tasks.classification.rows import (
@@ -27,6 +27,7 @@ from pf2lora.tasks.settings import Dataset, TaskSettings
 if TYPE_CHECKING:
     from pf2lora.tasks.classification.task import Classification
 
+CLASS_WEIGHTS = ("none", "balanced")
 PAIRS = "pairs"
 
 
@@ -35,6 +36,9 @@ class ClassificationSettings(TaskSettings[TextRow]):
     """One text, or a pair of texts, with a label."""
 
     max_length: int = setting(128, "longest input in tokens")
+    class_weights: str = setting(
+        "none", "what a row's loss counts: none (each the same) or balanced, by each client's own labels"
+    )
     text: str | None = setting(None, "column of the text (guessed)", column=True)
     pair: str | None = setting(None, "column of the second text (guessed)", column=True)
     label: str | None = setting(None, "column of the label (guessed)", column=True)
@@ -45,6 +49,8 @@ class ClassificationSettings(TaskSettings[TextRow]):
 
     def __post_init__(self) -> None:
         require_positive(self, "max_length")
+        if self.class_weights not in CLASS_WEIGHTS:
+            raise unknown("class weights", self.class_weights, CLASS_WEIGHTS)
 
     def rows(
         self,

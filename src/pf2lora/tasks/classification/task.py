@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from pf2lora.tasks.base import Scores, Task, pad_columns, predict_rows
 from pf2lora.tasks.classification.rows import TextRow
 from pf2lora.tasks.classification.scores import accuracy, answers, log_loss, matthews, row_losses
 from pf2lora.tasks.classification.settings import ClassificationSettings
+from pf2lora.tasks.classification.weights import COLUMN, balanced_weights, row_weights
 from pf2lora.tasks.settings import Metric
 
 METRICS = {
@@ -68,19 +70,30 @@ class Classification(Task[TextRow, np.ndarray]):
         )
         number = {label: i for i, label in enumerate(self.labels)}
         labels = torch.tensor([number[row.label] for row in rows])
-        return pad_columns(
+        encoded = pad_columns(
             tokens, self.tokenizer.pad_token_id, {"labels": labels}, [len(client) for client in clients]
         )
+        return self.weighed(encoded, encoded) if training else encoded
+
+    def weighed(self, encoded: Encoded, train: Encoded) -> Encoded:
+        if self.settings.class_weights == "none":
+            return encoded
+        found = row_weights(encoded, balanced_weights(train, len(self.labels)))
+        return replace(encoded, row_columns=encoded.row_columns | {COLUMN: found})
 
     def example_losses(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
         logits = self.logits(model, common, personal, batch)
         losses = cross_entropy(logits, batch.tensors["labels"], reduction="none")
-        return losses, torch.ones_like(losses)
+        weights = batch.tensors.get(COLUMN)
+        if weights is None:
+            return losses, torch.ones_like(losses)
+        weights = weights.to(losses)
+        return losses * weights, weights
 
     def logits(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
-        inputs = {name: t for name, t in batch.tensors.items() if name != "labels"} | {
+        inputs = {name: t for name, t in batch.tensors.items() if name not in ("labels", COLUMN)} | {
             "attention_mask": batch.mask
         }
         logits: Tensor = model(common, personal, key=batch.key, **inputs).logits

@@ -96,6 +96,7 @@ class Generation(Task[PromptRow, Continuation]):
         self.scorer, names = SCORES[scores]
         written = names if self.settings.max_new_tokens else ()
         self.metrics = {name: TEXT_METRICS[name] for name in written} | LOSSES
+        self.writes = bool(written)
         self.evaluation_batch, self.generation_batch = evaluation_batch, generation_batch
         self.separator = self._separator(self.settings.separator)
 

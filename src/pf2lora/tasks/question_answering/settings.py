@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pf2lora.data.client import Client
 from pf2lora.data.files import Record
-from pf2lora.errors import UserError
+from pf2lora.errors import UnknownLabel, UserError
 from pf2lora.settings import require_positive, setting
 from pf2lora.tasks.question_answering import squad
 from pf2lora.tasks.question_answering.rows import (
@@ -92,6 +92,15 @@ class QuestionAnsweringSettings(TaskSettings[QuestionRow]):
         silent = any(not row.answers for client in clients for row in [*client.train, *client.test])
         return [ANSWERABLE, UNANSWERABLE] if silent else [ANSWERABLE]
 
+    def agreed(self, labels: Sequence[str]) -> list[str]:
+        """Whether questions may have no answer; they have one where nobody says anything."""
+        if not {ANSWERABLE, *labels} <= {ANSWERABLE, UNANSWERABLE}:
+            raise UserError(
+                f'question answering has the labels "{ANSWERABLE}" and, where questions may have none, '
+                f'"{UNANSWERABLE}": --labels "{ANSWERABLE},{UNANSWERABLE}"'
+            )
+        return [ANSWERABLE, UNANSWERABLE] if UNANSWERABLE in labels else [ANSWERABLE]
+
     def check(
         self,
         clients: Sequence[Client[QuestionRow]],
@@ -103,9 +112,9 @@ class QuestionAnsweringSettings(TaskSettings[QuestionRow]):
         for client in clients:
             for row in [*client.train, *client.test]:
                 if not row.answers:
-                    raise UserError(
+                    raise UnknownLabel(
                         f"client {client.name!r}: the question {row.question!r} has no answer, but the run knows only "
-                        f"answerable ones"
+                        f'answerable ones (in a federation: --labels "{ANSWERABLE},{UNANSWERABLE}")'
                     )
 
     def to_record(self, row: QuestionRow) -> dict[str, Any]:

@@ -1,0 +1,35 @@
+"""How often a run is evaluated where nobody says: on a CPU answering test rows can take longer than training."""
+
+from __future__ import annotations
+
+from pf2lora.core.randomness import participants
+from pf2lora.run.config import Config
+from pf2lora.run.evaluation import evaluation_rounds
+from pf2lora.run.workload import Workload
+
+GRADIENT = 3  # passes forward that a gradient costs as much as
+FEW_ROWS = 200  # answered in one evaluation: nobody waits long for so few
+
+
+def evaluation_cost(workload: Workload) -> float:
+    """What one evaluation costs in rounds of training. It is counted in rows and not by the clock, so that the same
+    run is evaluated after the same rounds wherever it goes on; the methods of a comparison all are, by a method of one
+    gradient a step. Nothing on an accelerator, or where rows are few."""
+    config, clients = workload.config, workload.clients
+    points = 2 if config.training.evaluate_before else 1
+    rows = sum(points * len(c.test) + 2 * len(c.validation) for c in clients)
+    if workload.device.type != "cpu" or rows < FEW_ROWS:
+        return 0.0
+    trained = learners_per_round(config, len(clients)) * config.training.steps * config.training.batch_size
+    return rows / (GRADIENT * trained)
+
+
+def rounds_to_evaluate(workload: Workload) -> set[int]:
+    """The rounds after which the clients of a run are measured."""
+    return evaluation_rounds(workload.config.training, evaluation_cost(workload))
+
+
+def learners_per_round(config: Config, clients: int) -> int:
+    """How many clients take part in a round."""
+    training = config.training
+    return len(participants(training.seed, 1, clients, training.participation))

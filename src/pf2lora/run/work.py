@@ -1,0 +1,72 @@
+"""How much a method has to do, round by round, and how far it has got: what a bar shows."""
+
+from __future__ import annotations
+
+import re
+
+from pf2lora.methods import METHODS
+from pf2lora.run.cadence import GRADIENT, learners_per_round, rounds_to_evaluate
+from pf2lora.run.config import Config
+from pf2lora.run.deploy import PERSONAL_ROUNDS, candidate_names
+from pf2lora.run.events import Listener, Progress
+from pf2lora.run.workload import Workload
+
+
+def step_rows(config: Config, method: str) -> float:
+    """Rows that a client's step passes through the model; a gradient counts for three passes."""
+    gradients = re.match(r"\d+", METHODS[method].gradients_per_step)
+    return config.training.batch_size * GRADIENT * (int(gradients[0]) if gradients else 1)
+
+
+def work_of_rounds(workload: Workload, method: str) -> list[float]:
+    """The rows of each round of one seed: about, so that a bar moves evenly."""
+    config, kind, clients = workload.config, METHODS[method], workload.clients
+    training = config.training
+    test, validation = sum(len(c.test) for c in clients), sum(len(c.validation) for c in clients)
+    trained = learners_per_round(config, len(clients)) * training.steps * step_rows(config, method)
+    names = candidate_names(kind)
+    points = 2 if kind.federated and training.evaluate_before else 1
+    evaluated = points * test + len(names) * validation
+    found = [trained] * training.rounds
+    for number in rounds_to_evaluate(workload):
+        found[number - 1] += evaluated
+    if validation:  # some more steps alone, and every candidate measured
+        steps = training.personal_steps
+        alone = PERSONAL_ROUNDS if steps is None else -(-steps // training.steps)
+        tried = alone * (trained + validation) if kind.federated else 0
+        found[-1] += tried + (len(names) + 2 - points) * test
+    return found
+
+
+class Meter:
+    """How far a trial has got, told with every step and every batch of answers. What a round takes is an estimate: at
+    its end the meter stands where it should."""
+
+    def __init__(self, workload: Workload, method: str, seeds: int, tell: Listener) -> None:
+        self.rounds = [seeds * rows for rows in work_of_rounds(workload, method)]
+        pooled = len(workload.clients) if METHODS[method].pooled else 1  # one learner has everybody's batches
+        self.step_rows = step_rows(workload.config, method) * pooled
+        self.total = sum(self.rounds)
+        self.before = self.inside = 0.0  # rows of the rounds that are over, and of this one
+        self.round, self.steps = 1, 0
+        self.method, self.tell = METHODS[method].name, tell
+
+    def begun(self, rounds: int) -> None:
+        """So many rounds are over."""
+        self.round, self.inside = rounds + 1, 0.0
+        self.before = sum(self.rounds[:rounds])
+        self.advance(0.0, evaluating=False)
+
+    def stepped(self, learners: int) -> None:
+        self.steps += learners
+        self.advance(learners * self.step_rows, evaluating=False)
+
+    def answered(self, rows: int) -> None:
+        self.advance(rows, evaluating=True)
+
+    def advance(self, rows: float, *, evaluating: bool) -> None:
+        most = self.rounds[min(self.round, len(self.rounds)) - 1]
+        self.inside = min(self.inside + rows, most)
+        done = min(1.0, (self.before + self.inside) / self.total)
+        round_ = min(self.round, len(self.rounds))
+        self.tell(Progress(self.method, round_, done, self.steps, evaluating))

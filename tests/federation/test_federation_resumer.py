@@ -1,0 +1,163 @@
+"""The server's main process, called directly: what goes on after a crash, and in which order. The store is real."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
+
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey, SystemComponents
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.job_def import RunStatus
+from nvflare.apis.server_engine_spec import ServerEngineSpec
+from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
+from nvflare.fuel.flare_api.api_spec import InternalError
+
+from pf2lora.errors import UserError
+from pf2lora.federation.flare import admin, resumer
+from pf2lora.federation.flare.resumer import CONTINUES, JobStore, RunResumer
+from pf2lora.federation.protocol.run_status import Status, read_lines, run_folder, write_status
+
+
+class Server:
+    """A server's main process after a restart: its job store and what resumes runs."""
+
+    def __init__(self, root: Path) -> None:
+        self.store, self.resumer, self.root = JobStore(), RunResumer(), root
+        parts = {"job_store": FilesystemStorage(), SystemComponents.JOB_MANAGER: self.store}
+        self.there: list[str] = []  # sites that are connected
+        clients = lambda: [SimpleNamespace(name=site) for site in self.there]  # noqa: E731
+        engine = Mock(spec=ServerEngineSpec, get_component=parts.get, get_clients=clients)
+        self.context = FLContext()
+        self.context.get_engine = lambda: engine
+
+    def job(
+        self, name: str, status: RunStatus, run: str | None = None, at: int = 0, present: Sequence[str] = ()
+    ) -> str:
+        """A job in the store; `run` is the state of its run."""
+        meta: dict[str, Any] = {"name": name, "min_clients": 2, "submitter_name": "lead@example.org"}
+        job = str(self.store.create(meta, b"the job", self.context)["job_id"])
+        self.store.set_status(job, status, self.context)
+        if run is not None:
+            folder = run_folder(self.root, name)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_status(folder, Status(run, at, 9, job, present=list(present)))
+        return job
+
+    def start(self) -> None:
+        self.resumer.handle_event(EventType.SYSTEM_START, self.context)
+
+    def end(self, job: str) -> None:
+        self.context.set_prop(FLContextKey.EVENT_DATA, {"job_id": job}, private=True, sticky=False)
+        self.resumer.handle_event(EventType.JOB_COMPLETED, self.context)
+
+    def status(self, job: str) -> str:
+        return str(self.store.get_job(job, self.context).meta["status"])
+
+    def waiting(self) -> list[tuple[str, Any]]:
+        """The runs that may be scheduled, and the jobs that they continue."""
+        found = self.store.get_jobs_to_schedule(self.context)
+        return [(job.meta["name"], job.meta.get(CONTINUES)) for job in found]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.chdir(tmp_path)
+    return Server(tmp_path)
+
+
+@pytest.mark.parametrize("status", [RunStatus.RUNNING, RunStatus.DISPATCHED])
+@pytest.mark.parametrize("state", ["running", "continue", None])
+def test_a_started_server_goes_on_with_what_had_not_ended(
+    server: Server, status: RunStatus, state: str | None
+) -> None:
+    dead = server.job("first", status, state)
+    server.start()
+    assert server.status(dead) == "FINISHED:ABNORMAL"
+    assert server.waiting() == [("first", dead)]
+    kept = server.store.get_jobs_to_schedule(server.context)[0].meta
+    assert (kept["min_clients"], kept["submitter_name"]) == (2, "lead@example.org")
+    server.start()  # a second start finds it waiting
+    assert server.waiting() == [("first", dead)]
+    if state:
+        assert read_lines(run_folder(server.root, "first")) == [
+            "the server was started again: the run goes on"
+        ]
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped", "failed"])
+def test_what_had_ended_stays_so(server: Server, state: str) -> None:
+    server.job("first", RunStatus.FINISHED_COMPLETED, state)
+    server.start()
+    assert server.waiting() == []
+
+
+def test_a_run_whose_continuation_the_lead_stopped_stays_stopped(server: Server) -> None:
+    server.job("first", RunStatus.FINISHED_COMPLETED, "continue")
+    server.job("first", RunStatus.FINISHED_ABORTED)  # before it ran: FLARE tells nobody
+    server.start()
+    assert server.waiting() == []
+
+
+def test_a_queued_run_does_not_overtake_a_continuation(server: Server) -> None:
+    first = server.job("first", RunStatus.RUNNING, "continue", at=3)
+    server.job("second", RunStatus.SUBMITTED)
+    assert server.waiting() == [("second", None)]
+    server.store.set_status(first, RunStatus.FINISHED_COMPLETED, server.context)
+    server.end(first)
+    assert server.waiting() == [("first", first)]  # alone: while it waits for its sites, nobody overtakes it
+
+
+def test_a_continuation_waits_a_while_for_the_sites_that_were_there(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without, a restarted server would begin with whoever finds it first, and the others miss a round."""
+    dead = server.job("first", RunStatus.RUNNING, "running", present=["a", "b"])
+    server.job("second", RunStatus.SUBMITTED)
+    server.there = ["a"]
+    server.start()
+    assert server.waiting() == []
+    server.there = ["b", "c", "a"]
+    assert server.waiting() == [("first", dead)]
+    server.there = ["a"]
+    monkeypatch.setattr(resumer, "RETURN", -1.0)  # as if it had waited
+    assert server.waiting() == [("first", dead)]
+
+
+class Lead:
+    """The lead's session with a server on which one job is dead and shown as running."""
+
+    def __init__(self, dead: set[str], **jobs: str) -> None:
+        self.dead, self.jobs, self.aborted = dead, jobs, list[str]()
+
+    def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
+        rows = enumerate(self.jobs.items())
+        return [{"job_id": j, "name": "first", "status": s, "submit_time": i} for i, (j, s) in rows]
+
+    def abort_job(self, job: str) -> None:
+        if job in self.dead:
+            raise InternalError("failed to abort job")
+        self.aborted.append(job)
+
+
+@pytest.mark.parametrize("dead", [{"a"}, {"b"}])
+def test_a_dead_job_does_not_keep_the_live_one_from_being_stopped(
+    dead: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead = Lead(dead, a="RUNNING", b="RUNNING", c="FINISHED:COMPLETED")
+    monkeypatch.setattr(admin, "session", lambda kit: nullcontext(lead))
+    assert admin.stop_run(Path("kit"), "first") == lead.aborted == sorted({"a", "b"} - dead)
+
+
+def test_a_server_that_cannot_even_say_that_a_job_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "session", lambda kit: nullcontext(Lead({"a"}, a="RUNNING")))
+    with pytest.raises(UserError, match=r"no process of job a.*is its disk full.*start it again"):
+        admin.stop_run(Path("kit"), "first")
