@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import NameOID
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from masked_federation import write_kit
 from torch import Tensor
 
 from pf2lora.errors import UserError
@@ -26,7 +22,6 @@ from pf2lora.federation.protocol.secure_sum import Keys, Refused, ServerSum, Sit
 
 SITES = ["a", "b", "c", "d", "e"]
 COUNT = 50
-Key = rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey
 
 
 class Anybody:
@@ -308,26 +303,6 @@ def test_any_threshold_of_shares_give_the_secret_and_fewer_do_not() -> None:
 
 
 # --- certificates ------------------------------------------------------------------------------------------
-
-
-def certificate(name: str, key: Key, issuer: str, by: Key, days: int = 10) -> x509.Certificate:
-    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, issuer)]
-    now = datetime.now(UTC)
-    builder = x509.CertificateBuilder(names[1], names[0], key.public_key(), x509.random_serial_number())
-    start = now - timedelta(days=20)
-    return builder.not_valid_before(start).not_valid_after(now + timedelta(days=days)).sign(by, SHA256())
-
-
-def write_kit(folder: Path, name: str, authority: Key, days: int = 10, key: Key | None = None) -> KitIdentity:
-    """What of a kit's `startup/` says who a site is."""
-    own = key or ec.generate_private_key(ec.SECP256R1())
-    folder.mkdir(parents=True)
-    (folder / "client.key").write_bytes(own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    made = certificate(name, own, "authority", authority, days)
-    root = certificate("authority", authority, "authority", authority)
-    (folder / "client.crt").write_bytes(made.public_bytes(Encoding.PEM))
-    (folder / "rootCA.pem").write_bytes(root.public_bytes(Encoding.PEM))
-    return KitIdentity.of(folder)
 
 
 def signed(site: str, who: KitIdentity, context: bytes = b"run 1") -> Keys:

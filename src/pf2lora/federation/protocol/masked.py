@@ -198,6 +198,8 @@ def ask(
 
 def unmasked(server: ServerSum) -> Summed:
     """What the server knows at the end."""
+    if not server.answered:
+        return Summed([], None, "no site answered")
     try:
         total, _ = server.unmask()
     except Refused as error:
