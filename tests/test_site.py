@@ -81,6 +81,9 @@ def test_the_commands_page_has_every_command_with_its_own_options() -> None:
     assert titles == listed and {"pf2lora train", "pf2lora data show", "pf2lora federation join"} <= set(
         titles
     )
+    assert (
+        titles.count("pf2lora reproduce PRESET") == 1 and "pf2lora reproduce glue-roberta-base" not in titles
+    )
     of_train, _, rest = page.partition("## pf2lora train")[2].partition("## pf2lora compare")
     assert (
         "`--dry-run`" in of_train

@@ -22,7 +22,8 @@ from pf2lora.errors import UserError
 from pf2lora.federation.protocol import messages, private, ring
 from pf2lora.federation.protocol.outcome import sent_bytes
 from pf2lora.federation.protocol.problems import PROBLEMS
-from pf2lora.federation.protocol.server import QuorumMissed, ServerSession
+from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.federation.protocol.stopping import QuorumMissed
 from pf2lora.methods import METHODS
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")

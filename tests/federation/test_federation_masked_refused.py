@@ -16,7 +16,7 @@ from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.masked import context
 from pf2lora.federation.protocol.messages import Malformed
-from pf2lora.federation.protocol.server import QuorumMissed
+from pf2lora.federation.protocol.stopping import QuorumMissed
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,6 +10,12 @@ from rich.text import Text
 
 from pf2lora.cli import app
 from pf2lora.cli.options import choices
+from pf2lora.reproduce.presets import preset_names
+
+PRESET = "PRESET"
+OF_PRESETS = (
+    "A table or figure of the paper, by its [preset](presets.md); or a TOML file, an edited copy of one."
+)
 
 
 def reference() -> str:
@@ -19,13 +25,15 @@ def reference() -> str:
 
 
 def commands(group: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command with the words that name it; hidden ones are not for users."""
+    """Every command with the words that name it. The presets of `reproduce` are one command here: they differ in name
+    alone, and have a page of their own."""
+    presets = preset_names() if path[-1] == "reproduce" else []
     for name, command in group.commands.items():
-        if command.hidden:
-            continue
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
-        else:
+        elif presets and name == presets[0]:
+            yield (*path, PRESET), command
+        elif not command.hidden and name not in presets:
             yield (*path, name), command
 
 
@@ -34,7 +42,8 @@ def described(path: tuple[str, ...], command: Any) -> str:
     own = [p for p in command.params if not is_setting(p) and p.name != "help"]
     arguments = [p for p in own if p.param_type_name == "argument"]
     usage = " ".join([*path, *map(metavar, arguments), "[OPTIONS]"])
-    parts = [f"## {' '.join(path)}", plain(command.help), f"```text\n{usage}\n```"]
+    about = OF_PRESETS if path[-1] == PRESET else plain(command.help)
+    parts = [f"## {' '.join(path)}", about, f"```text\n{usage}\n```"]
     rows = [row(p) for p in own]
     if rows:
         parts.append("\n".join(["| | default | |", "| --- | --- | --- |", *rows]))

@@ -211,7 +211,9 @@ def status(kit: LeadKit) -> None:
         limits = (f"{now['deadline']:g} s", f"{now['quorum']:g}") if now else ("", "")
         state = now.get("state") or job["status"].lower()
         table.add_row(job["name"], job["job_id"][:8], state, at, there, *limits)
-        lines += [f"{job['name']} ({job['job_id'][:8]}): {now['line']}"] if now.get("line") else []
+        said = [f"{site} is left out: {why}" for site, why in now.get("left_out", {}).items()]
+        said += [now["line"]] if now.get("line") else []
+        lines += [f"{job['name']} ({job['job_id'][:8]}): {line}" for line in said]
     console = Console()
     console.print(table)
     for line in lines:
@@ -236,3 +238,16 @@ def resume(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's nam
 
     job = admin.resume_run(kit, name)
     typer.echo(f"run {name!r} goes on as job {job}")
+
+
+@app.command("keep-newest")
+def keep_newest(kit: KitFolder, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
+    """At a site whose server was restored from an older backup: go on with the site's newest adapter."""
+    from pf2lora.federation.protocol.checkpoints import CheckpointFolder
+    from pf2lora.federation.protocol.names import check_name
+    from pf2lora.federation.protocol.site_setup import SITE_FILE, read_site_file
+
+    check_name("run", name)
+    file = kit / "local" / SITE_FILE
+    number = CheckpointFolder(file.parent / read_site_file(file).state / name, name).keep_newest()
+    typer.echo(f"{name}: the site goes on with its adapter of round {number} when it joins again")

@@ -144,9 +144,10 @@ def claim(folder: Path, preset: Preset, force: bool) -> None:
 
 def find(preset: Preset, folder: Path, grid: bool, model: str | None) -> list[Finding]:
     """Every run of the preset, one after the other."""
-    from pf2lora.reproduce.grid import search, with_rates
+    from pf2lora.reproduce.grid import search
     from pf2lora.reproduce.running import execute as execute_run
     from pf2lora.reproduce.tables import Finding
+    from pf2lora.run.tries import with_rates
 
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pf2lora.cli.closing import closing
 from pf2lora.report import choices
 from pf2lora.report.findings import conclusions
 from pf2lora.run import numbers
@@ -91,6 +92,8 @@ def show_result(result: Result, out: Path | None) -> None:
             )
         show_warnings(method.label, [line for run in method.runs for line in run.warnings])
     if out is not None:
+        for line in closing(result, out):
+            console.print(line, soft_wrap=not line.startswith("What"), markup=False)
         console.print(f"report: {escape(str(out / 'report.html'))}", soft_wrap=True)
 
 
@@ -113,7 +116,7 @@ def score_table(result: Result) -> Table:
     points = [point for point in POINTS if point != "deploy" or any(run.deploy for run in runs)]
     spread = len(points) < len(POINTS) or all(len(m.runs) == 1 for m in result.methods.values())
     of_clients = ("worst\nclient", "spread") if spread else ("worst\nclient",)
-    for column in (*(POINTS[p] for p in points), *of_clients, "sent per\nround", "training\nseconds"):
+    for column in (*(POINTS[p] for p in points), *of_clients, "sent per\nround", "training\ntime"):
         table.add_column(column, justify="right", no_wrap=True)
     leading = best(result)
     for name, method in result.methods.items():
@@ -123,7 +126,7 @@ def score_table(result: Result) -> Table:
             shown(name, result.point, "worst"),
             *([shown(name, result.point, "spread")] if spread else []),
             numbers.size(method.runs[0].bytes_per_round.total) if method.runs else "–",
-            f"{sum(run.seconds for run in method.runs):.0f}" if method.runs else "failed",
+            numbers.short_duration(sum(run.seconds for run in method.runs)) if method.runs else "failed",
             style="bold" if name in leading else None,
         )
     return table

@@ -97,6 +97,7 @@ def models_in_use(trial: Trial, state: State, number: int, *, received: bool = T
 def measure(trial: Trial, models: Models, *, final: bool = False) -> Measured:
     """Every learner on its client's test data; `final` also does what is too costly for every round."""
     workload, task = trial.workload, trial.workload.task
+    final = final and trial.measured_fully
     whose = [*range(len(workload.clients))] * len(trial.seeds)
     answers = task.predict(trial.model, *models, workload.test.of(whose), final=final)
     rows = [workload.clients[k].test for k in whose]

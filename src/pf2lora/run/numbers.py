@@ -52,6 +52,13 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def short_duration(seconds: float) -> str:
+    """A duration for a narrow table: `95 s`, `12 min`, `3.1 h`."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"
+
+
 def listed(names: list[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""

@@ -18,7 +18,7 @@ from torch import Tensor
 from pf2lora import atomic
 from pf2lora.core.method import Method
 from pf2lora.errors import UserError
-from pf2lora.federation.protocol import approvals, ring
+from pf2lora.federation.protocol import approvals, private, ring
 from pf2lora.federation.protocol.checkpoints import StateFolderError, writing
 from pf2lora.federation.protocol.identity import KitIdentity
 from pf2lora.federation.protocol.messages import Malformed, Message, encode, to_flat
@@ -216,3 +216,12 @@ def lost_sum(session: ServerSession, summed: Summed, problems: Mapping[str, str]
     sizes = [session.known_method.arrives(n).size for n in (max(1, session.done), session.done + 1)]
     fits = session.common is None or sizes[0] == sizes[1]  # the last answer is the next one's too
     return fits and (len(summed.sites) >= needed or bool(given))
+
+
+def merge_sum(session: ServerSession, total: Tensor, count: int) -> None:
+    """The method's answer where only the sum over `count` sites is known; noise is in it already."""
+    method, number, mean = session.known_method, session.done + 1, total / count
+    if session.privacy is not None:
+        moved = total / len(session.chosen(number))
+        mean = private.last_answer(method, session.common, number) + moved
+    session.common, session.kept = method.merge(private.one_row(mean, number), session.kept)

@@ -17,6 +17,7 @@ PROBLEMS = {
     "unwritable": "its state folder cannot be written",
     "busy": "its state folder is in use by another process",
     "state": "its saved state cannot be used",
+    "ahead": "it has done later rounds than the server knows of: was the server restored from an older backup?",
     "loss": "its loss stopped being a number; a smaller lr or client_lr usually helps",
     "update": "its update is many times larger than any before; a smaller lr or client_lr usually helps",
     "data": "its data or model could not be loaded",

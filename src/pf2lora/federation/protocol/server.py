@@ -18,10 +18,10 @@ from pf2lora.engines.bad_clients import check_enough
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import private, server_checkpoint
-from pf2lora.federation.protocol.agreement import check_fits, keep_plan
+from pf2lora.federation.protocol.agreement import agreeing_first, check_fits, keep_plan
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.checkpoints import restored, writing
-from pf2lora.federation.protocol.masked import Summed, check_maskable, lost_sum
+from pf2lora.federation.protocol.masked import Summed, check_maskable, lost_sum, merge_sum
 from pf2lora.federation.protocol.messages import (
     Malformed,
     Message,
@@ -35,7 +35,7 @@ from pf2lora.federation.protocol.messages import (
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import OF_A_ROUND, told
 from pf2lora.federation.protocol.server_checkpoint import Knowledge
-from pf2lora.federation.protocol.stopping import out_of_patience
+from pf2lora.federation.protocol.stopping import QuorumMissed, out_of_patience
 from pf2lora.federation.protocol.update_checks import beyond_norm_limit
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
@@ -79,6 +79,16 @@ class ServerSession:
         self.resume()
 
     # --- who is there ---------------------------------------------------------------------------------------
+
+    def agreeing_first(self, answers: Mapping[str, object]) -> list[str]:
+        """Who answered a hello, those first of which the most have the same; unreadable answers say nothing."""
+        facts: dict[str, Mapping[str, Any]] = {}
+        for site, data in answers.items():
+            try:
+                facts[site] = self.allow_list(None).check(data, ("hello",)).fields
+            except Malformed:
+                continue
+        return [*agreeing_first(facts), *(site for site in answers if site not in facts)]
 
     def register(self, site: str, data: object) -> None:
         """Take a site's answer to a hello. `Malformed` if it is none; a UserError that names the site and the remedy
@@ -210,10 +220,10 @@ class ServerSession:
         if summed is not None and lost_sum(self, summed, problems, asked):
             refused |= dict.fromkeys(kept, f"the round has no sum ({summed.why})")
             kept = []
-        elif len(kept) < self.plan.needed(asked):
+        elif len(kept) < self.plan.needed(asked) or (summed is not None and summed.total is None):
             raise QuorumMissed(number, len(kept), asked, self.plan, missing, refused)
-        if summed is not None and summed.total is not None:
-            self.merge_sum(summed.total, len(kept), number)
+        if summed is not None and summed.total is not None and kept:
+            merge_sum(self, summed.total, len(kept))
         elif vectors:
             self.merge(kept, vectors, number)
             self.ranks |= {s: rank_of(leaves, updates[s].tensors) for s in kept}
@@ -284,14 +294,6 @@ class ServerSession:
         sent = Updates(rows, weights, positions, number)
         self.common, self.kept = self.known_method.merge(sent, self.kept)
 
-    def merge_sum(self, total: Tensor, count: int, number: int) -> None:
-        """The method's answer where only the sum over `count` sites is known; noise is in it already."""
-        mean = total / count
-        if self.privacy is not None:
-            moved = total / len(self.chosen(number))
-            mean = private.last_answer(self.known_method, self.common, number) + moved
-        self.common, self.kept = self.known_method.merge(private.one_row(mean, number), self.kept)
-
     def finish(self, answers: Mapping[str, object]) -> None:
         """The last scores, and the end."""
         scores: dict[str, dict[str, Any]] = {}
@@ -327,20 +329,6 @@ class ServerSession:
         self.done, self.records, self.ranks = knowledge.done, knowledge.records, knowledge.ranks
         self.sites = knowledge.facts
         self.kept = restored(self.kept, kept, path)
-
-
-class QuorumMissed(UserError):
-    """Too few usable answers."""
-
-    def __init__(
-        self, number: int, got: int, asked: int, plan: Plan, missing: list[str], refused: Mapping[str, str]
-    ) -> None:
-        why = [f"{site} did not answer within {plan.deadline:g} s" for site in missing]
-        why += [f"{site}: {reason}" for site, reason in refused.items()]
-        super().__init__(
-            f"round {number}: {got} of {asked} sites gave an update and the quorum is {plan.needed(asked)} "
-            f"({'; '.join(why) or 'no site was there'}); resumed, the run goes on with this round"
-        )
 
 
 def server_method(plan: Plan, layout: Layout) -> Method:

@@ -74,7 +74,7 @@ class SiteSession:
         before in it. The server may have refused what the site sent last, in round `take_back`."""
         saved = self.latest
         if saved is None or saved.round >= number:
-            saved = self.folder.newest_before(number, self.setup.initial)
+            saved = self.folder.newest_before(number, self.setup.initial, self.steps)
         if saved.round == take_back:
             saved = self.latest = self.folder.take_back(saved, self.setup.initial)
         if not tensors:  # before the first average, or a method that sends nothing
