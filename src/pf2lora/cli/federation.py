@@ -40,6 +40,12 @@ Wire = Annotated[
 Masked = Annotated[
     bool, typer.Option("--masked", help="Sites mask their updates: the server sees only a round's sum.")
 ]
+Merge = Annotated[
+    str,
+    typer.Option(
+        "--merge", help="How updates become one: mean, median or trimmed (mean).", rich_help_panel=RULES
+    ),
+]
 KitFolder = Annotated[Path, typer.Argument(help="A start-up kit, as `provision` made it.")]
 LeadKit = Annotated[Path, typer.Option("--kit", help="The lead's kit.")]
 
@@ -62,6 +68,7 @@ def rehearse(
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
     masked: Masked = False,
+    merge: Merge = "mean",
     out: Annotated[Path, typer.Option("--out", help="The run folder to write.", **WRITTEN)] = Path(
         "runs/federation"
     ),
@@ -89,6 +96,7 @@ def rehearse(
         "norm_limit": norm_limit,
         "wire": wire,
         "masked": masked,
+        "merge": merge,
     }
     try:
         result = run(config, out, options=options, force=force, tell=tell, policy=limits)
@@ -168,6 +176,7 @@ def submit(
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
     masked: Masked = False,
+    merge: Merge = "mean",
 ) -> None:
     """Hand a run to the server. The same command resumes one that was stopped."""
     from pf2lora.federation.flare import admin
@@ -185,6 +194,7 @@ def submit(
         norm_limit=norm_limit,
         wire=wire,
         masked=masked,
+        merge=merge,
     )
     job = admin.submit(kit, plan)
     typer.echo(f"run {name!r} is job {job}: deadline {deadline:g} s a round, quorum {quorum:g}")
