@@ -37,6 +37,9 @@ NormLimit = Annotated[
 Wire = Annotated[
     str, typer.Option("--wire", help="Precision of the common adapter on the network: float32 or bfloat16.")
 ]
+Masked = Annotated[
+    bool, typer.Option("--masked", help="Sites mask their updates: the server sees only a round's sum.")
+]
 KitFolder = Annotated[Path, typer.Argument(help="A start-up kit, as `provision` made it.")]
 LeadKit = Annotated[Path, typer.Option("--kit", help="The lead's kit.")]
 
@@ -58,6 +61,7 @@ def rehearse(
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
+    masked: Masked = False,
     out: Annotated[Path, typer.Option("--out", help="The run folder to write.", **WRITTEN)] = Path(
         "runs/federation"
     ),
@@ -84,6 +88,7 @@ def rehearse(
         "quorum": quorum,
         "norm_limit": norm_limit,
         "wire": wire,
+        "masked": masked,
     }
     try:
         result = run(config, out, options=options, force=force, tell=tell, policy=limits)
@@ -162,6 +167,7 @@ def submit(
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
+    masked: Masked = False,
 ) -> None:
     """Hand a run to the server. The same command resumes one that was stopped."""
     from pf2lora.federation.flare import admin
@@ -178,6 +184,7 @@ def submit(
         quorum=quorum,
         norm_limit=norm_limit,
         wire=wire,
+        masked=masked,
     )
     job = admin.submit(kit, plan)
     typer.echo(f"run {name!r} is job {job}: deadline {deadline:g} s a round, quorum {quorum:g}")
@@ -204,7 +211,9 @@ def status(kit: LeadKit) -> None:
         limits = (f"{now['deadline']:g} s", f"{now['quorum']:g}") if now else ("", "")
         state = now.get("state") or job["status"].lower()
         table.add_row(job["name"], job["job_id"][:8], state, at, there, *limits)
-        lines += [f"{job['name']} ({job['job_id'][:8]}): {now['line']}"] if now.get("line") else []
+        said = [f"{site} is left out: {why}" for site, why in now.get("left_out", {}).items()]
+        said += [now["line"]] if now.get("line") else []
+        lines += [f"{job['name']} ({job['job_id'][:8]}): {line}" for line in said]
     console = Console()
     console.print(table)
     for line in lines:
@@ -229,3 +238,16 @@ def resume(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's nam
 
     job = admin.resume_run(kit, name)
     typer.echo(f"run {name!r} goes on as job {job}")
+
+
+@app.command("keep-newest")
+def keep_newest(kit: KitFolder, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
+    """At a site whose server was restored from an older backup: go on with the site's newest adapter."""
+    from pf2lora.federation.protocol.checkpoints import CheckpointFolder
+    from pf2lora.federation.protocol.names import check_name
+    from pf2lora.federation.protocol.site_setup import SITE_FILE, read_site_file
+
+    check_name("run", name)
+    file = kit / "local" / SITE_FILE
+    number = CheckpointFolder(file.parent / read_site_file(file).state / name, name).keep_newest()
+    typer.echo(f"{name}: the site goes on with its adapter of round {number} when it joins again")

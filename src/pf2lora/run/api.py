@@ -9,6 +9,8 @@ from typing import Any
 from pf2lora import folder_lock
 from pf2lora.atomic import write_json, write_text
 from pf2lora.core.method import Method
+from pf2lora.data import memory
+from pf2lora.data.memory import Tables
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
@@ -31,7 +33,7 @@ MethodName = str | type[Method]
 def federate(
     *,
     model: str | Path,
-    clients: Sequence[str | Path] | str | Path = (),
+    clients: Any = (),
     method: MethodName | Sequence[MethodName] = "pf2lora",
     task: str | type[TaskSettings[Any]] = "classification",
     out: str | Path | None = None,
@@ -42,7 +44,11 @@ def federate(
     callbacks: Sequence[Listener] = (),
     **settings: Any,
 ) -> Result:
-    """Train `method` on `clients` (one file each) and return the result.
+    """Train `method` on `clients` and return the result.
+
+    `clients` are files, one each, or rows in memory: a table for each client, `{"north": rows, "south": rows}`, or one
+    table of all with `client_column`; a table is a list of dicts, a DataFrame or a `datasets.Dataset`. `test` and
+    `validation` take the same.
 
     `method` and `task` are names, `package.module:Class`, or classes of your own. `settings` are the command line's:
     `rounds=50`, `client_lr=0.03`, `text="review"`, `dataset="sst2"`, …; `methods` are those of single methods:
@@ -55,20 +61,34 @@ def federate(
     """
     if out is not None and not str(out).strip():
         raise UserError("federate(): out is empty: name the run folder, or leave it out")
-    files = [clients] if isinstance(clients, str | Path) else clients
+    tables, places = taken_apart({"clients": clients, **settings})
     asked = [method] if isinstance(method, str | type) else method
     settings |= {
         "model": str(model),
         "method": [METHODS.name_of(name) for name in asked],
         "task": TASKS.name_of(task),
-        "clients": [str(file) for file in files],
+        **places,
         "out": "" if out is None else str(out),
         "methods": methods or {},
     }
     config = configs.from_settings(settings, "federate()")
     with shown(log) as listener:
         tell = everybody(listener, *callbacks)
-        return run(config, Path(out) if out is not None else None, force=force, resume=resume, tell=tell)
+        folder = Path(out) if out is not None else None
+        return run(config, folder, force=force, resume=resume, tell=tell, tables=tables)
+
+
+def taken_apart(given: Mapping[str, Any]) -> tuple[Tables, dict[str, list[str]]]:
+    """Rows that are in memory, and what the config names: files, or where such rows are."""
+    tables, places = {}, {}
+    for part in memory.PARTS:
+        value = given.get(part)
+        if value is not None and memory.is_in_memory(value):
+            tables[part] = memory.read_tables(part, value)
+            places[part] = memory.named_places(tables[part])
+        elif value is not None:
+            places[part] = [str(file) for file in ([value] if isinstance(value, str | Path) else value)]
+    return tables, places
 
 
 class AllFailed(Diverged):
@@ -89,16 +109,20 @@ def run(
     resume: bool = False,
     tell: Listener = lambda event: None,
     workload: Workload | None = None,
+    tables: Tables | None = None,
 ) -> Result:
     """Run a config; with `out`, into a run folder, line by line as it happens, of which `tell` hears. Methods that fail
     are in the result's `failed`; where all do it is an error, `AllFailed`, once everything is written."""
     config = configs.with_found_model(config)
     if out is not None:
-        result = run_into(config, out, force=force, resume=resume, tell=tell, workload=workload)
+        result = run_into(
+            config, out, force=force, resume=resume, tell=tell, workload=workload, tables=tables
+        )
     elif resume:
         raise UserError("a run without a folder leaves nothing to go on from: give out beside resume")
     else:
         watcher = Watcher(on_note=lambda line: tell(Note(line)), tell=tell)
+        workload = workload or prepare(config, tables)
         result = comparison.compare(config, watcher, workload, go_on=not config.training.strict)
     if len(result.failed) == len(result.methods):
         raise AllFailed(result)
@@ -113,6 +137,7 @@ def run_into(
     resume: bool,
     tell: Listener,
     workload: Workload | None,
+    tables: Tables | None,
 ) -> Result:
     """Run a config into a run folder."""
     from pf2lora import report
@@ -127,7 +152,7 @@ def run_into(
     if not resume:
         folder.check_free(out, force=force)
     trackers.check(config.output.trackers)
-    workload = workload or prepare(config)
+    workload = workload or prepare(config, tables)
     again = resuming.command(config, out)
     keeper = Checkpoints(out / checkpoints.FOLDER, workload, out / "metrics.jsonl", on_note, again)
     with folder_lock.locked(out):
