@@ -36,7 +36,9 @@ def tried(method: str, own: dict[str, Any], lr: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -75,7 +77,10 @@ def main() -> None:
                 )
                 (found,) = compare(config).methods.values()
                 scores = [run.served["accuracy"].mean for run in found.runs if run.served is not None]
-                row = what | {"served": scores, "before": [r.at("before_averaging")["accuracy"].mean for r in found.runs]}
+                row = what | {
+                    "served": scores,
+                    "before": [r.at("before_averaging")["accuracy"].mean for r in found.runs],
+                }
                 with flags.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(row, flush=True)
