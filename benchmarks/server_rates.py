@@ -2,9 +2,9 @@
 
     python benchmarks/server_rates.py --model carry/minilm --data-dir carry/data/glue_sst2 --out server_rates.jsonl
 
-SST-2 on four clients of 200 rows, alike (h = 0.3) and different (h = 0.9), at two client rates. What counts is the common
-adapter after the last average, on validation rows: the clients' own steps, which `deploy` would take, hide the server's.
-A line per finished run; runs that the file holds are not done again.
+SST-2 on four clients of 200 rows, alike (h = 0.3) and different (h = 0.9), at two client rates. What counts is the
+common adapter after the last average, on validation rows: the clients' own steps, which `deploy` would take, hide the
+server's. A line per finished run; runs that the file holds are not done again.
 """
 
 from __future__ import annotations
