@@ -77,10 +77,8 @@ def main() -> None:
                 )
                 (found,) = compare(config).methods.values()
                 scores = [run.served["accuracy"].mean for run in found.runs if run.served is not None]
-                row = what | {
-                    "served": scores,
-                    "before": [r.at("before_averaging")["accuracy"].mean for r in found.runs],
-                }
+                before = [run.before_averaging["accuracy"].mean for run in found.runs if run.before_averaging]
+                row = what | {"served": scores, "before": before}
                 with flags.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(row, flush=True)
