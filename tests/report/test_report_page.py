@@ -11,8 +11,8 @@ from typing import Any
 
 import chromium
 import pytest
-from newcomer_example import with_newcomers
 from result_example import HOSTILE, hostile, make_result, sparse, typed, without_choices
+from result_extras import with_newcomers
 
 from pf2lora.report import build
 from pf2lora.run import numbers

@@ -43,6 +43,9 @@ DryRun = Annotated[
         "--dry-run", help="Check the plan and say what it would cost, in bytes and privacy; start nothing."
     ),
 ]
+Masked = Annotated[
+    bool, typer.Option("--masked", help="Sites mask their updates: the server sees only a round's sum.")
+]
 KitFolder = Annotated[Path, typer.Argument(help="A start-up kit, as `provision` made it.")]
 LeadKit = Annotated[Path, typer.Option("--kit", help="The lead's kit.")]
 
@@ -64,6 +67,7 @@ def rehearse(
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
+    masked: Masked = False,
     out: Annotated[Path, typer.Option("--out", help="The run folder to write.", **WRITTEN)] = Path(
         "runs/federation"
     ),
@@ -91,6 +95,7 @@ def rehearse(
         "quorum": quorum,
         "norm_limit": norm_limit,
         "wire": wire,
+        "masked": masked,
     }
     if dry_run:
         from pf2lora.cli.federation_dry_run import show_rehearsal
@@ -174,6 +179,7 @@ def submit(
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
+    masked: Masked = False,
     dry_run: DryRun = False,
 ) -> None:
     """Hand a run to the server. The same command resumes one that was stopped."""
@@ -191,6 +197,7 @@ def submit(
         quorum=quorum,
         norm_limit=norm_limit,
         wire=wire,
+        masked=masked,
     )
     if dry_run:
         from pf2lora.cli.federation_dry_run import show_submission

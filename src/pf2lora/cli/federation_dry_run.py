@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pf2lora.federation.protocol.plan import Plan
 
 WIDTH = {"float32": 1.0, "bfloat16": 0.5}  # of a number on the network, against what is counted elsewhere
+MASKED = 2.0  # whole numbers of 64 bits
 
 
 def show_rehearsal(config: Config, options: dict[str, Any]) -> None:
@@ -21,13 +22,13 @@ def show_rehearsal(config: Config, options: dict[str, Any]) -> None:
     from pf2lora.federation.protocol.names import site_names
     from pf2lora.federation.protocol.plan import Plan
 
-    def one_method() -> None:
-        Plan.of(config, "rehearsal", ("site",), ("a", "b"), **options)
+    def can_be_planned() -> None:  # as far as is known before the data is read
+        Plan.of(config, "rehearsal", ("a", "b", "c"), ("a", "b"), **options)
 
-    planned, workload = planned_run(config, one_method)
+    planned, workload = planned_run(config, can_be_planned)
     plan = Plan.of(config, "rehearsal", site_names(workload.names), tuple(workload.task.labels), **options)
     (method,) = planned.methods
-    show_costs(config, planned.methods, str(workload.device), WIDTH[plan.wire])
+    show_costs(config, planned.methods, str(workload.device), width(plan))
     show_plan(plan, config, method.sent.total)
     total = method.training_seconds + method.evaluation_seconds
     end(
@@ -52,6 +53,10 @@ def show_submission(plan: Plan, config: Config) -> None:
     typer.echo("nothing was submitted")
 
 
+def width(plan: Plan) -> float:
+    return MASKED if plan.masked else WIDTH[plan.wire]
+
+
 def show_plan(plan: Plan, config: Config, sent: float | None) -> None:
     """The plan in words: who, how long a round may take, what crosses the network, what the noise costs."""
     from pf2lora.methods import METHODS
@@ -69,10 +74,10 @@ def show_plan(plan: Plan, config: Config, sent: float | None) -> None:
     if plan.labels:
         lines.append(f"agreed on beforehand: {', '.join(plan.labels)}")
     if sent is not None:
-        each = sent * WIDTH[plan.wire]
+        each = sent * width(plan)
         lines.append(
-            f"a site sends {numbers.size(each)} a round ({plan.wire}), all {numbers.size(each * asked)}, in the "
-            f"whole run {numbers.size(each * asked * training.rounds)}; about as much comes back to each"
+            f"a site sends {numbers.size(each)} a round ({'masked' if plan.masked else plan.wire}), all {numbers.size(each * asked)}, in the "
+            f"whole run {numbers.size(each * asked * training.rounds)}; about as much comes back"
         )
     how = mechanism(config, kind, len(plan.sites), [training.seed])
     cost = spent(config, how, len(plan.sites), training.seed, training.rounds)

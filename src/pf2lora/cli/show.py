@@ -129,6 +129,13 @@ def score_table(result: Result) -> Table:
             numbers.short_duration(sum(run.seconds for run in method.runs)) if method.runs else "failed",
             style="bold" if name in leading else None,
         )
+    for baseline in result.baselines.values():
+        scores = baseline.scores.get(result.metric)
+        if scores is not None and scores.mean is not None:
+            figures = {result.point: scores.mean, "worst": scores.worst, "spread": scores.spread}
+            columns = (*points, "worst", *(["spread"] if spread else []))
+            texts = [short_score(figures[c], about) if c in figures else "" for c in columns]
+            table.add_row(escape(baseline.label), *texts, "", "", style="dim")
     return table
 
 

@@ -97,15 +97,15 @@ def cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor[tuple(slice(size) for size in shape)]
 
 
-def to_flat(layout: Layout, tensors: Mapping[str, Tensor]) -> Tensor:
+def to_flat(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
     """Named tensors as `(n,)`, laid out as `layout`; what was truncated is zero again."""
-    flat = torch.zeros(layout.size)
+    flat = torch.zeros(layout.size, dtype=dtype)
     for entry in layout.entries:
         if entry.name not in tensors:
             continue
         start, sent = layout.offsets[entry.name], tensors[entry.name]
         whole = flat[start : start + entry.size].view(entry.shape)
-        cut(whole, tuple(sent.shape))[...] = sent.float()
+        cut(whole, tuple(sent.shape))[...] = sent.to(dtype)
     return flat
 
 

@@ -24,7 +24,7 @@ class Plan:
     `metric` is the headline where the lead's data set is known by one; for generated text it says which scores there
     are. `deadline` is in seconds per round, `final_deadline` for the scores at the end; `quorum` the fraction of a
     round's sites that must answer in time; `norm_limit` how many times the median an update's norm may be; `wire` the
-    precision in which the common adapter travels.
+    precision in which the common adapter travels; in a `masked` run the server sees only the sum of a round's updates.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Plan:
     quorum: float = 0.5
     norm_limit: float = 10.0
     wire: str = "float32"
+    masked: bool = False
 
     def __post_init__(self) -> None:
         check_name("run", self.name)
@@ -67,6 +68,29 @@ class Plan:
         if METHODS[self.method].pooled:
             raise UserError(
                 f"{self.method} pools everybody's data: it is no federation; run it with `pf2lora train`"
+            )
+
+        if self.masked:
+            self.check_masked()
+
+    def check_masked(self) -> None:
+        """A UserError where a sum of updates is not all that the run needs."""
+        kind = METHODS[self.method]
+        if not kind.federated:
+            raise UserError(f"{self.method} sends nothing: there is nothing to mask")
+        if kind.not_private:
+            raise UserError(
+                f"{self.method}'s updates cannot be masked: its server needs more than their sum ({kind.not_private})"
+            )
+        if self.wire != "float32":
+            raise UserError(
+                f"wire is {self.wire!r}: masked updates travel as whole numbers of 64 bits, leave it out"
+            )
+        if self.run.training.weighting != "uniform":
+            raise UserError("weighting is 'size': a masked sum has every site once, so it must be 'uniform'")
+        if len(self.sites) < 3:
+            raise UserError(
+                f"a masked run has 3 sites or more, not {len(self.sites)}: of two, each knows the other's part"
             )
 
     @classmethod
