@@ -75,9 +75,10 @@ def show_plan(plan: Plan, config: Config, sent: float | None) -> None:
         lines.append(f"agreed on beforehand: {', '.join(plan.labels)}")
     if sent is not None:
         each = sent * width(plan)
+        written = "masked" if plan.masked else plan.wire
         lines.append(
-            f"a site sends {numbers.size(each)} a round ({'masked' if plan.masked else plan.wire}), all {numbers.size(each * asked)}, in the "
-            f"whole run {numbers.size(each * asked * training.rounds)}; about as much comes back"
+            f"a site sends {numbers.size(each)} a round ({written}), all {numbers.size(each * asked)}, in the run "
+            f"{numbers.size(each * asked * training.rounds)}; about as much comes back"
         )
     how = mechanism(config, kind, len(plan.sites), [training.seed])
     cost = spent(config, how, len(plan.sites), training.seed, training.rounds)
