@@ -37,6 +37,12 @@ NormLimit = Annotated[
 Wire = Annotated[
     str, typer.Option("--wire", help="Precision of the common adapter on the network: float32 or bfloat16.")
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Check the plan and say what it would cost, in bytes and privacy; start nothing."
+    ),
+]
 Masked = Annotated[
     bool, typer.Option("--masked", help="Sites mask their updates: the server sees only a round's sum.")
 ]
@@ -77,6 +83,7 @@ def rehearse(
         Path | None,
         typer.Option("--policy", help="A policy.toml that every site has (default: its defaults)."),
     ] = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Try a whole federation on this machine: authority, server and one process per site, with mutual TLS."""
     from pf2lora.federation import require_nvflare
@@ -98,6 +105,11 @@ def rehearse(
         "masked": masked,
         "merge": merge,
     }
+    if dry_run:
+        from pf2lora.cli.federation_dry_run import show_rehearsal
+
+        show_rehearsal(config, options)
+        return
     try:
         result = run(config, out, options=options, force=force, tell=tell, policy=limits)
     except KeyboardInterrupt:
@@ -177,6 +189,7 @@ def submit(
     wire: Wire = "float32",
     masked: Masked = False,
     merge: Merge = "mean",
+    dry_run: DryRun = False,
 ) -> None:
     """Hand a run to the server. The same command resumes one that was stopped."""
     from pf2lora.federation.flare import admin
@@ -196,6 +209,13 @@ def submit(
         masked=masked,
         merge=merge,
     )
+    if dry_run:
+        from pf2lora.cli.federation_dry_run import show_submission
+
+        if not kit.is_dir():
+            raise UserError(f"{kit}: there is no such kit; `pf2lora federation provision` makes them")
+        show_submission(plan, config)
+        return
     job = admin.submit(kit, plan)
     typer.echo(f"run {name!r} is job {job}: deadline {deadline:g} s a round, quorum {quorum:g}")
 
