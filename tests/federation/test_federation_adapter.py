@@ -23,7 +23,8 @@ from pf2lora.federation.flare.executor import BODY, AllowListFilter, SiteExecuto
 from pf2lora.federation.protocol.messages import Malformed, decode, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.run_status import read_lines
-from pf2lora.federation.protocol.server import QuorumMissed, ServerSession
+from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.federation.protocol.stopping import QuorumMissed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

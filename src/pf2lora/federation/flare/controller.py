@@ -27,11 +27,12 @@ from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.executor import BODY
 from pf2lora.federation.protocol.agreement import DoesNotFit
+from pf2lora.federation.protocol.masked import ask
 from pf2lora.federation.protocol.messages import Malformed, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.run_status import ALIVE, SITES, Status, append_line, run_folder, write_status
-from pf2lora.federation.protocol.server import QuorumMissed, RoundRecord, ServerSession
-from pf2lora.federation.protocol.stopping import early_stop
+from pf2lora.federation.protocol.server import RoundRecord, ServerSession
+from pf2lora.federation.protocol.stopping import QuorumMissed, early_stop
 from pf2lora.run.evaluation import evaluation_rounds
 
 PERIOD = 0.05  # seconds between looks at the tasks
@@ -206,8 +207,8 @@ class FederationController(Controller):
                 self.note("continue")
                 return
             began = time.perf_counter()
-            requests = session.requests(self.present, measured)
-            answers = self.exchange("round", requests, self.plan.deadline)
+            exchange = partial(self.exchange, timeout=self.plan.deadline)
+            answers, summed = ask(session, self.present, measured, exchange)
             if self.abort.triggered:
                 return
             missing = [s for s in session.chosen(session.done + 1) if s not in answers]
@@ -216,7 +217,7 @@ class FederationController(Controller):
                     self.drop(
                         site, f"did not answer round {session.done + 1} within {self.plan.deadline:g} s"
                     )
-            record = session.finish_round(answers, time.perf_counter() - began, missing)
+            record = session.finish_round(answers, time.perf_counter() - began, missing, summed)
             self.report(record)
         answers = self.exchange("finish", session.finish_requests(self.present), self.plan.final_deadline)
         if self.abort.triggered:
