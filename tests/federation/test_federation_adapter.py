@@ -183,7 +183,7 @@ def test_a_site_that_comes_back_while_the_run_waits_begins_a_new_job(
     controller.abort = Signal()
     note(tmp_path / REGISTERED, "site-2")
     os.utime(tmp_path / REGISTERED / "site-2", (time.time() + 1, time.time() + 1))
-    controller.get_client_disconnect_time = lambda site: None  # type: ignore[method-assign]
+    controller.get_client_disconnect_time = lambda site: None
     with pytest.raises(NewJob):
         controller.patiently(controller.collect_hellos)
 

@@ -42,6 +42,10 @@ def evaluate(
     device: Device = "auto",
     model: Model = None,
     own_rows: OwnRows = None,
+    examples: Annotated[
+        int,
+        typer.Option("--examples", min=0, help="Answers to show as well; of labels, those that are wrong."),
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Measure a client's model on a file."""
@@ -51,12 +55,17 @@ def evaluate(
     task = with_columns(loaded.config.task, settings)
     rows = read_rows(task, file, loaded.saved.labels)
     own = None if own_rows is None else read_rows(task, own_rows, loaded.saved.labels)
-    scores = loaded.task.score(loaded.answers(client, rows, own), rows)
+    answers = loaded.answers(client, rows, own)
+    scores = loaded.task.score(answers, rows)
+    shown = [e._asdict() for e in loaded.task.examples(answers, rows, examples)] if examples else []
     if as_json:
-        typer.echo(json.dumps(scores | {"rows": len(rows)}))
+        typer.echo(json.dumps(scores | {"rows": len(rows)} | ({"examples": shown} if examples else {})))
         return
     typer.echo(f"{len(rows)} rows of {file}, method {loaded.saved.method}")
     show_scores(loaded, {client or "the common model": scores})
+    for example in shown:
+        typer.echo(f"row {example['row'] + 1}: {' '.join(example['prompt'].split())}")
+        typer.echo(f"  right: {' | '.join(example['references'])}; answered: {example['output']}")
 
 
 @columned

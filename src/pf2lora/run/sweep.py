@@ -36,7 +36,7 @@ DEFAULT: Mapping[str, Sequence[Any]] = {"lr": (1e-4, 3e-4, 1e-3, 3e-3)}
 # Settings of a run that change what is compared, or nothing that is learned; and those that only some methods have.
 FIXED = (
     *("method", "seed", "seeds", "clients_per_pass", "evaluate_every", "keep", "patience", "strict"),
-    *("max_bad_clients", "head"),
+    *("max_bad_clients", "head", "evaluate_before", "targets", "client_bias"),
     *("lr", "client_lr", "weight_decay", "hypergradient_mode", "batches", "zeta_size", "rank", "client_rank"),
 )
 
@@ -165,10 +165,11 @@ def sweep(
     def workload() -> Workload:
         whole = prepare(config)
         on_workload(whole)
-        return on_validation_rows(whole)
+        found = on_validation_rows(whole)
+        write_text(out / COMMON, to_toml(config))  # now that there is something to try
+        return found
 
     with locked(out):
-        write_text(out / COMMON, to_toml(config))
         tried = Tried(out / FILE, config)
         searches, number, total = [], 0, sum(map(len, tries.values()))
         beside = choose_device(config.model.device).type != "cpu" if together is None else together

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +19,6 @@ import torch
 
 from pf2lora.atomic import make_folder, write_json
 from pf2lora.core.method import Method
-from pf2lora.core.randomness import participants
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
@@ -26,10 +26,13 @@ from pf2lora.parsing import read_json
 from pf2lora.run import trial as trials
 from pf2lora.run.cadence import rounds_to_evaluate
 from pf2lora.run.config import Config, difference, from_dict, merged, place_of, to_dict
+from pf2lora.run.events import Event, Progress
 from pf2lora.run.progress import track
 from pf2lora.run.result import SeedRun
-from pf2lora.run.set_up import set_up
+from pf2lora.run.set_up import Trial, set_up
+from pf2lora.run.work import Meter
 from pf2lora.run.workload import Workload
+from pf2lora.tasks.base import telling_rows
 
 Rates = dict[str, Any]
 """Values of a method's own fields, or of the run's settings, by name."""
@@ -198,14 +201,14 @@ def run_group(workload: Workload, method: str, group: Sequence[Rates], judged: J
     seeds = tuple(range(training.seed, training.seed + training.seeds))
     own = tuple(own_rates(method, rates) for rates in group for _ in seeds) if len(group) > 1 else ()
     trial = set_up(replace(workload, config=config), method, *seeds * len(group), own_rates=own)
-    present = sum(len(participants(s, 1, len(trial.source.clients), training.participation)) for s in seeds)
     what = shown(group[0]) if len(group) == 1 else f"{len(group)} tries at once"
     try:
-        with track(
-            training.rounds * training.steps * present * len(group),
-            f"{trial.method.label}, {what}: client steps",
-        ) as advance:
-            found = trials.run(replace(trial, measured_fully=False), lambda seed, record: None, advance)
+        with metered(trial, method, f"{trial.method.label}, {what}: rows") as meter:
+            found = trials.run(
+                replace(trial, measured_fully=False),
+                lambda seed, record: meter.begun(record.round),
+                meter.stepped,
+            )
     finally:
         trial.model.remove()
     records = [outcome.record for outcome in found]
@@ -213,6 +216,23 @@ def run_group(workload: Workload, method: str, group: Sequence[Rates], judged: J
         as_try(workload, rates, records[i * len(seeds) : (i + 1) * len(seeds)], judged)
         for i, rates in enumerate(group)
     ]
+
+
+@contextmanager
+def metered(trial: Trial, method: str, what: str) -> Iterator[Meter]:
+    """A bar that training and evaluation move; its rows are those that pass through the model."""
+    moved = 0
+
+    def tell(event: Event) -> None:
+        nonlocal moved
+        if isinstance(event, Progress):
+            now = int(event.done * meter.total)
+            advance(now - moved)
+            moved = now
+
+    meter = Meter(trial.workload, method, len(trial.seeds), tell)
+    with track(int(meter.total), what) as advance, telling_rows(meter.answered):
+        yield meter
 
 
 def own_rates(method: str, rates: Rates) -> dict[str, float]:

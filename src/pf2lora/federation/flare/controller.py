@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from nvflare.apis.client import Client
@@ -25,7 +26,8 @@ from pf2lora.errors import UserError, unknown
 from pf2lora.federation.flare.child import end_with
 from pf2lora.federation.flare.exchange import SiteMessages
 from pf2lora.federation.flare.provision import SITE_LIST
-from pf2lora.federation.protocol.agreement import DoesNotFit
+from pf2lora.federation.protocol.agreement import DoesNotFit, agreeing_first
+from pf2lora.federation.protocol.masked import ask
 from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.run_status import SITES, Status, append_line, run_folder, write_status
@@ -163,7 +165,7 @@ class FederationController(SiteMessages):
         timeout = max(LOADING, plan.deadline)
         answers = self.exchange("hello", dict.fromkeys(connected, self.session.hello()), timeout)
         misfits = []
-        for site in self.session.agreeing_first(answers):
+        for site in agreeing_first(answers, self.session.allow_list(None)):
             try:
                 self.admit(site, answers[site])
             except DoesNotFit as error:
@@ -248,8 +250,8 @@ class FederationController(SiteMessages):
         while not session.over:
             self.take_back()
             began = time.perf_counter()
-            requests = session.requests(self.present, measured)
-            answers = self.exchange("round", requests, self.plan.deadline)
+            exchange = partial(self.exchange, timeout=self.plan.deadline)
+            answers, summed = ask(session, self.present, measured, exchange)
             if self.abort.triggered:
                 return
             missing = [s for s in session.chosen(session.done + 1) if s not in answers]
@@ -259,7 +261,7 @@ class FederationController(SiteMessages):
                     if self.started_again(site):
                         within = "before it was started again"
                     self.drop(site, f"did not answer round {session.done + 1} {within}")
-            record = session.finish_round(answers, time.perf_counter() - began, missing)
+            record = session.finish_round(answers, time.perf_counter() - began, missing, summed)
             self.report(record)
         answers = self.exchange("finish", session.finish_requests(self.present), self.plan.final_deadline)
         if self.abort.triggered:

@@ -74,7 +74,9 @@ class SiteExecutor(Executor):
             setup = site_setup.build(self.plan, file, site)
             dtype = dtype_named(self.plan.wire)
             allow_list = AllowList(
-                *(setup.method, setup.metrics, dtype), private=setup.trial.schedule.privacy is not None
+                *(setup.method, setup.metrics, dtype),
+                private=setup.trial.schedule.privacy is not None,
+                masked=self.plan.masked,
             )
             fl_ctx.set_prop(ALLOW_LIST, allow_list, private=True, sticky=True)
             self.session = SiteSession(setup, folder, self.plan.run.training.steps, dtype)

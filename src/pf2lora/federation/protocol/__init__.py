@@ -14,7 +14,14 @@ site_models   how good a site's models are, and which one it deploys
 checkpoints   what a site keeps between rounds
 agreement     what sites must have alike
 server        the server's half: whom it asks, what it accepts, the merge, its checkpoint
+update_checks which of a round's updates are taken
+robust        merges that a few bad updates cannot pull far
 private       what travels where updates get noise
+masked        a masked run's messages, at a site and at the server
+masked_fields what they may hold
+secure_sum    sums whose parts nobody sees: keys, shares, masks
+shamir, ring  a secret in shares; numbers that masks hide
+identity      a site's certificate, to other sites
 stopping      when a run ends before its last round
 run_status    where a run stands, for whoever watches
 outcome       a rehearsal's run folder

@@ -23,13 +23,15 @@ PROBLEMS = {
     "data": "its data or model could not be loaded",
     "labels": "its data has labels, or questions without an answer, that the run's --labels do not name",
     "policy": "its own policy.toml does not allow the run",
+    "masks": "it refused the round's masks or has lost them",
+    "summed": "it has given its shares of this round already",
     "message": "it cannot use the server's message; is the same version of pf2lora installed there?",
     "refused": "its own allow-list refused the message: nothing was sent",
     "failed": "it failed",
 }
 """Each code with what it means to the others."""
 
-OF_A_ROUND = ("loss", "update", "refused")
+OF_A_ROUND = ("loss", "update", "masks", "summed", "refused")
 """Problems of one round: the site is left out of it and takes part in the next. With others it has stopped."""
 
 

@@ -1,4 +1,4 @@
-"""When a run ends before its last round: too few sites, or `--patience`, by the sites' validation losses."""
+"""When a run ends before its last round: patience, by the sites' validation losses, or too few answers."""
 
 from __future__ import annotations
 
