@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pf2lora.cli.federation_site import approve, read_limits
+from pf2lora.cli.federation_site import approve, read_limits, verify
 from pf2lora.cli.options import WRITTEN, ListCommand, configured, read_config
 from pf2lora.errors import UserError
 
@@ -222,6 +222,7 @@ def submit(
 
 app.command(cls=ListCommand)(submit)
 app.command()(approve)
+app.command()(verify)
 
 
 @app.command()

@@ -7,6 +7,7 @@ the controller ends the current job at a round's end, and `resumer.py` submits i
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import threading
 import time
@@ -26,6 +27,7 @@ from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.executor import BODY
+from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.agreement import DoesNotFit
 from pf2lora.federation.protocol.masked import ask
 from pf2lora.federation.protocol.messages import Malformed, encode
@@ -96,6 +98,8 @@ class FederationController(Controller):
                 return
             try:
                 self.note("running")
+                known = approvals.digest(json.loads(self.plan.to_json()))
+                audit.record(self.root, "run", job=self.status.job, run=self.plan.name, plan=known)
                 self.collect_hellos()
                 self.run_rounds()
             except UserError as error:
@@ -239,6 +243,8 @@ class FederationController(Controller):
         for site in record["stopped"]:  # it has stopped, and returns when it is started again
             self.present = [s for s in self.present if s != site]
         answered = ", ".join(record["answered"])
+        told = {key: record[key] for key in ("round", "answered", "missing", "refused")}
+        audit.record(self.root, "round", job=self.status.job, run=self.plan.name, **told)
         append_line(
             self.folder,
             f"round {record['round']} of {self.plan.run.training.rounds}: {len(record['answered'])} answered "
@@ -252,6 +258,8 @@ class FederationController(Controller):
         self.status.round, self.status.present = self.session.done, list(self.present)
         self.status.deadline, self.status.quorum = self.plan.deadline, self.plan.quorum
         write_status(self.folder, self.status)
+        if state != "running":
+            audit.record(self.root, state, job=self.status.job, run=self.plan.name, line=line)
 
     # --- messages over FLARE --------------------------------------------------------------------------------
 
