@@ -37,8 +37,20 @@ NormLimit = Annotated[
 Wire = Annotated[
     str, typer.Option("--wire", help="Precision of the common adapter on the network: float32 or bfloat16.")
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Check the plan and say what it would cost, in bytes and privacy; start nothing."
+    ),
+]
 Masked = Annotated[
     bool, typer.Option("--masked", help="Sites mask their updates: the server sees only a round's sum.")
+]
+Merge = Annotated[
+    str,
+    typer.Option(
+        "--merge", help="How updates become one: mean, median or trimmed (mean).", rich_help_panel=RULES
+    ),
 ]
 KitFolder = Annotated[Path, typer.Argument(help="A start-up kit, as `provision` made it.")]
 LeadKit = Annotated[Path, typer.Option("--kit", help="The lead's kit.")]
@@ -62,6 +74,7 @@ def rehearse(
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
     masked: Masked = False,
+    merge: Merge = "mean",
     out: Annotated[Path, typer.Option("--out", help="The run folder to write.", **WRITTEN)] = Path(
         "runs/federation"
     ),
@@ -70,6 +83,7 @@ def rehearse(
         Path | None,
         typer.Option("--policy", help="A policy.toml that every site has (default: its defaults)."),
     ] = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Try a whole federation on this machine: authority, server and one process per site, with mutual TLS."""
     from pf2lora.federation import require_nvflare
@@ -89,7 +103,13 @@ def rehearse(
         "norm_limit": norm_limit,
         "wire": wire,
         "masked": masked,
+        "merge": merge,
     }
+    if dry_run:
+        from pf2lora.cli.federation_dry_run import show_rehearsal
+
+        show_rehearsal(config, options)
+        return
     try:
         result = run(config, out, options=options, force=force, tell=tell, policy=limits)
     except KeyboardInterrupt:
@@ -168,6 +188,8 @@ def submit(
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
     masked: Masked = False,
+    merge: Merge = "mean",
+    dry_run: DryRun = False,
 ) -> None:
     """Hand a run to the server. The same command resumes one that was stopped."""
     from pf2lora.federation.flare import admin
@@ -185,7 +207,15 @@ def submit(
         norm_limit=norm_limit,
         wire=wire,
         masked=masked,
+        merge=merge,
     )
+    if dry_run:
+        from pf2lora.cli.federation_dry_run import show_submission
+
+        if not kit.is_dir():
+            raise UserError(f"{kit}: there is no such kit; `pf2lora federation provision` makes them")
+        show_submission(plan, config)
+        return
     job = admin.submit(kit, plan)
     typer.echo(f"run {name!r} is job {job}: deadline {deadline:g} s a round, quorum {quorum:g}")
 

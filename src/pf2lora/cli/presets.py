@@ -57,6 +57,12 @@ PrintConfig = Annotated[
         help="Show the preset as TOML, to be edited and run; with one --only, that run's config for compare.",
     ),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Say what would run, what is missing and how long it takes; train nothing."
+    ),
+]
 
 
 def command_for(name: str) -> Callable[..., None]:
@@ -69,8 +75,9 @@ def command_for(name: str) -> Callable[..., None]:
         grid: Search = False,
         force: Force = False,
         print_config: PrintConfig = False,
+        dry_run: DryRun = False,
     ) -> None:
-        execute(name, settings, only or [], out, grid, force, print_config)
+        execute(name, settings, only or [], out, grid, force, print_config, dry_run)
 
     command.__name__ = name
     return with_settings(command, _given())
@@ -87,9 +94,10 @@ def command_for_files() -> Callable[..., None]:
         grid: Search = False,
         force: Force = False,
         print_config: PrintConfig = False,
+        dry_run: DryRun = False,
     ) -> None:
         """A preset from a file."""
-        execute(file, settings, only or [], out, grid, force, print_config)
+        execute(file, settings, only or [], out, grid, force, print_config, dry_run)
 
     hint = Annotated[str, typer.Argument(help="A preset of your own: an edited copy of one.")]
     file = inspect.Parameter("file", inspect.Parameter.KEYWORD_ONLY, annotation=hint)
@@ -110,6 +118,7 @@ def execute(
     grid: bool,
     force: bool,
     print_config: bool,
+    dry_run: bool,
 ) -> None:
     """Run a preset, or show it."""
     paper = load_preset(name).only(only)
@@ -121,6 +130,11 @@ def execute(
     if grid and preset.grid is None:
         raise UserError(f"{preset.name} has no grid: its rates are those of the preset that it is like")
     folder = out or Path("runs") / preset.name
+    if dry_run:
+        from pf2lora.cli.reproduce_dry_run import show_preset
+
+        show_preset(preset, folder, grid=grid, force=force)
+        return
     if not preset.counted:
         from pf2lora.cli.show import quiet_libraries
 

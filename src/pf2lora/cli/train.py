@@ -114,8 +114,9 @@ def execute(
         return
     if dry_run:
         from pf2lora.cli.dry_run import show_dry_run
+        from pf2lora.run.folder import check_free
 
-        show_dry_run(config)
+        show_dry_run(config, *([] if force or resume else [lambda: check_free(out, force=False)]))
         return
     config = with_found_model(config)
     from pf2lora.cli.show import quiet_libraries, show_clients, show_note, show_result
