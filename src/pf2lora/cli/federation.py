@@ -47,6 +47,12 @@ DryRun = Annotated[
 Masked = Annotated[
     bool, typer.Option("--masked", help="Sites mask their updates: the server sees only a round's sum.")
 ]
+Merge = Annotated[
+    str,
+    typer.Option(
+        "--merge", help="How updates become one: mean, median or trimmed (mean).", rich_help_panel=RULES
+    ),
+]
 KitFolder = Annotated[Path, typer.Argument(help="A start-up kit, as `provision` made it.")]
 LeadKit = Annotated[Path, typer.Option("--kit", help="The lead's kit.")]
 
@@ -69,6 +75,7 @@ def rehearse(
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
     masked: Masked = False,
+    merge: Merge = "mean",
     out: Annotated[Path, typer.Option("--out", help="The run folder to write.", **WRITTEN)] = Path(
         "runs/federation"
     ),
@@ -97,6 +104,7 @@ def rehearse(
         "norm_limit": norm_limit,
         "wire": wire,
         "masked": masked,
+        "merge": merge,
     }
     if dry_run:
         from pf2lora.cli.federation_dry_run import show_rehearsal
@@ -181,6 +189,7 @@ def submit(
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
     masked: Masked = False,
+    merge: Merge = "mean",
     dry_run: DryRun = False,
 ) -> None:
     """Hand a run to the server. The same command resumes one that was stopped."""
@@ -199,6 +208,7 @@ def submit(
         norm_limit=norm_limit,
         wire=wire,
         masked=masked,
+        merge=merge,
     )
     if dry_run:
         from pf2lora.cli.federation_dry_run import show_submission

@@ -17,6 +17,7 @@ from pf2lora.cli.text import safe
 from pf2lora.report import choices
 from pf2lora.report.findings import conclusions
 from pf2lora.run import numbers
+from pf2lora.run.measured import by_measured_metric
 from pf2lora.run.result import Point, Result
 from pf2lora.run.verdicts import best
 from pf2lora.tasks.settings import Metric
@@ -66,6 +67,7 @@ def show_note(line: str) -> None:
 
 def show_result(result: Result, out: Path | None) -> None:
     """The headline table, warnings, and where to look further."""
+    result = by_measured_metric(result)
     about = result.metrics[result.metric]
     seeds = max(len(method.runs) for method in result.methods.values())
     several = f", mean ± deviation of {seeds} seeds" if seeds > 1 else ""

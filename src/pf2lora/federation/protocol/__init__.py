@@ -15,6 +15,7 @@ checkpoints   what a site keeps between rounds
 agreement     what sites must have alike
 server        the server's half: whom it asks, what it accepts, the merge, its checkpoint
 update_checks which of a round's updates are taken
+robust        merges that a few bad updates cannot pull far
 private       what travels where updates get noise
 masked        a masked run's messages, at a site and at the server
 masked_fields what they may hold

@@ -50,10 +50,10 @@ def context(plan: Plan, number: int) -> bytes:
 
 
 def check_maskable(method: Method) -> None:
-    """A UserError where a sum is not all that the method's server needs."""
+    """A UserError where one vector, a sum or a median, is not all that the method's server needs."""
     if not sends_the_adapter_alone(method):
         raise UserError(
-            f"{method.name}'s updates cannot be masked: its server needs more than the sum of what sites send of x"
+            f"{method.name}'s updates cannot be masked or merged otherwise: its server needs more than one vector"
         )
 
 

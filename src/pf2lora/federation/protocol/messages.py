@@ -119,9 +119,11 @@ def rank_of(layout: Layout, tensors: Mapping[str, Tensor]) -> int | None:
     return None
 
 
-def check_tensors(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """`Malformed` unless these are exactly the entries of `layout`, in their shapes (all truncated to one rank) and in
-    `dtype`."""
+def check_tensors(
+    layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, truncated: bool = True
+) -> None:
+    """`Malformed` unless these are exactly the entries of `layout`, in their shapes and in `dtype`; all of them may be
+    `truncated` to one rank where the method does that."""
     expected = layout.by_name
     for name in tensors:
         if name not in expected:
@@ -129,7 +131,7 @@ def check_tensors(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dt
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise Malformed(f"the tensor {missing[0]!r} is missing")
-    rank = rank_of(layout, tensors)
+    rank = rank_of(layout, tensors) if truncated else None
     if rank == 0:
         raise Malformed("the common adapter is truncated to nothing")
     for name, entry in expected.items():

@@ -17,7 +17,7 @@ from pf2lora.core.randomness import participants
 from pf2lora.engines.bad_clients import check_enough
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
-from pf2lora.federation.protocol import private, server_checkpoint
+from pf2lora.federation.protocol import private, robust, server_checkpoint
 from pf2lora.federation.protocol.agreement import agreeing_first, check_fits, keep_plan
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.checkpoints import restored, writing
@@ -36,7 +36,7 @@ from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import OF_A_ROUND, told
 from pf2lora.federation.protocol.server_checkpoint import Knowledge
 from pf2lora.federation.protocol.stopping import QuorumMissed, out_of_patience
-from pf2lora.federation.protocol.update_checks import beyond_norm_limit
+from pf2lora.federation.protocol.update_checks import bounded, check_rows, odd_updates, starts
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
 from pf2lora.run.set_up import merging_method
@@ -100,6 +100,8 @@ class ServerSession:
         for other, seen in self.sites.items():
             if other != site:
                 check_fits(site, facts, other, seen)
+        if self.config.training.weighting == "size" and site in self.sites:
+            check_rows(site, facts, self.sites[site])
         self.sites[site] = facts
         if self.method is None:
             self.know_method(facts)
@@ -107,7 +109,7 @@ class ServerSession:
     def know_method(self, facts: Mapping[str, Any]) -> None:
         """The method, from a site's description of its adapter."""
         self.method = server_method(self.plan, layout_from(facts["layout"]))
-        if self.plan.masked:
+        if self.plan.masked or self.plan.merge != "mean":
             check_maskable(self.method)
         self.kept = self.method.first_server(torch.zeros(0))
 
@@ -211,7 +213,7 @@ class ServerSession:
         if summed is None:
             vectors = {site: to_flat(leaves, m.tensors) for site, m in updates.items() if m.tensors}
             if self.privacy is None:  # where updates get noise, who is left out may not depend on the others'
-                refused |= beyond_norm_limit(vectors, self.plan.norm_limit)
+                refused |= odd_updates(vectors, starts(self, vectors), self.plan.norm_limit)
         else:
             refused |= {site: "it is not in the masked sum" for site in updates if site not in summed.sites}
         kept = [s for s in self.plan.sites if s in updates and s not in refused]
@@ -288,8 +290,12 @@ class ServerSession:
             sent = private.noisy(self.privacy, self.known_method, self.common, rows, expected, seed, number)
             self.common, self.kept = self.known_method.merge(sent, self.kept)
             return
-        sizes = [self.sites[s]["train_rows"] for s in sites]
-        weights = merge_weights(sizes, self.config.training.weighting)
+        if self.plan.merge != "mean":
+            sent = private.one_row(robust.merged(rows, self.plan.merge), number)
+            self.common, self.kept = self.known_method.merge(sent, self.kept)
+            return
+        sizes = bounded({s: self.sites[s]["train_rows"] for s in sites})
+        weights = merge_weights([sizes[s] for s in sites], self.config.training.weighting)
         positions = tuple(self.plan.sites.index(s) for s in sites)
         sent = Updates(rows, weights, positions, number)
         self.common, self.kept = self.known_method.merge(sent, self.kept)
