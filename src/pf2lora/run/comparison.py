@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -279,6 +280,20 @@ def told_round(
     watcher.event(RoundEnded(trial.method.name, seed, record))
 
 
+def titled(workload: Workload) -> str:
+    """The data in a few words: the data set's title or the files' folder, and how many clients there are."""
+    data, clients = workload.config.data, workload.clients
+    count = "1 client" if len(clients) == 1 else f"{len(clients)} clients"
+    known = workload.config.task.datasets.get(data.dataset or "")
+    folders = {Path(file).parent.resolve().name for file in data.clients}
+    source = known.title if known else Path(data.clients[0]).stem if len(data.clients) == 1 else ""
+    if len(data.clients) > 1 and len(folders) == 1:
+        source = folders.pop()
+    elif "*" in source:
+        source = Path(data.clients[0]).parent.resolve().name
+    return f"{source}, {count}" if source else count
+
+
 def describe(
     workload: Workload,
     methods: dict[str, MethodResult],
@@ -290,7 +305,7 @@ def describe(
     names = [method.label for method in methods.values()]
     what = " and ".join(names) if len(names) < 3 else f"{len(names)} methods"
     return Result(
-        title=config.output.title or f"{what} on {len(workload.clients)} clients",
+        title=config.output.title or f"{what} on {titled(workload)}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         task=task.name,
         metric=next(iter(task.metrics)),
