@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from pf2lora.cli.federation_site import approve, read_limits
+from pf2lora.cli.federation_site import approve, read_limits, verify
 from pf2lora.cli.options import WRITTEN, ListCommand, configured, read_config
+from pf2lora.cli.text import safe
 from pf2lora.errors import UserError
 
 app = typer.Typer(help="Federate across machines (NVIDIA FLARE).", no_args_is_help=True)
@@ -243,6 +244,7 @@ def submit(
 
 app.command(cls=ListCommand)(submit)
 app.command()(approve)
+app.command()(verify)
 
 
 @app.command()
@@ -261,14 +263,14 @@ def status(kit: LeadKit) -> None:
         at = f"{now['round']} of {now['rounds']}" if now else ""
         limits = (f"{now['deadline']:g} s", f"{now['quorum']:g}") if now else ("", "")
         state = now.get("state") or job["status"].lower()
-        table.add_row(job["name"], job["job_id"][:8], state, at, there, *limits)
+        table.add_row(*map(safe, (job["name"], job["job_id"][:8], state, at, there, *limits)))
         said = [f"{site} is left out: {why}" for site, why in now.get("left_out", {}).items()]
         said += [now["line"]] if now.get("line") else []
         lines += [f"{job['name']} ({job['job_id'][:8]}): {line}" for line in said]
     console = Console()
     console.print(table)
     for line in lines:
-        console.print(line, markup=False, highlight=False)
+        console.print(safe(line), highlight=False)
 
 
 @app.command()

@@ -7,6 +7,7 @@ the controller ends the current job at a round's end, and `resumer.py` submits i
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from pf2lora.errors import UserError, unknown
 from pf2lora.federation.flare.child import end_with
 from pf2lora.federation.flare.exchange import SiteMessages
 from pf2lora.federation.flare.provision import SITE_LIST
+from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.agreement import DoesNotFit, agreeing_first
 from pf2lora.federation.protocol.masked import ask
 from pf2lora.federation.protocol.messages import Malformed
@@ -106,6 +108,8 @@ class FederationController(SiteMessages):
                 return
             try:
                 self.note("running")
+                known = approvals.digest(json.loads(self.plan.to_json()))
+                audit.record(self.root, "run", job=self.status.job, run=self.plan.name, plan=known)
                 self.patiently(self.collect_hellos)
                 self.patiently(self.run_rounds)
             except NewJob:
@@ -287,6 +291,8 @@ class FederationController(SiteMessages):
         for site in record["stopped"]:  # it has stopped, and returns when it is started again
             self.present = [s for s in self.present if s != site]
         answered = ", ".join(record["answered"])
+        told = {key: record[key] for key in ("round", "answered", "missing", "refused")}
+        audit.record(self.root, "round", job=self.status.job, run=self.plan.name, **told)
         append_line(
             self.folder,
             f"round {record['round']} of {self.plan.run.training.rounds}: {len(record['answered'])} answered "
@@ -300,3 +306,5 @@ class FederationController(SiteMessages):
         self.status.round, self.status.present = self.session.done, list(self.present)
         self.status.deadline, self.status.quorum = self.plan.deadline, self.plan.quorum
         write_status(self.folder, self.status)
+        if state != "running":
+            audit.record(self.root, state, job=self.status.job, run=self.plan.name, line=line)
