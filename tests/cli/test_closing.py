@@ -10,8 +10,9 @@ import pytest
 from little_world import World, command_line, make_world, sentences, write_jsonl
 from result_example import make_result, typed
 
-from pf2lora.cli import closing as module
-from pf2lora.cli.closing import advice, closing
+from pf2lora.cli.closing import closing
+from pf2lora.report import advice as module
+from pf2lora.report.advice import advice
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,8 @@ from pf2lora.federation.flare.executor import BODY, AllowListFilter, SiteExecuto
 from pf2lora.federation.protocol.messages import Malformed, decode, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.run_status import read_lines
-from pf2lora.federation.protocol.server import QuorumMissed, ServerSession
+from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.federation.protocol.stopping import QuorumMissed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,6 +37,7 @@ def controller_of(plan: Plan, folder: Path, hellos: dict[str, Any]) -> Federatio
     engine = SimpleNamespace(get_clients=lambda: [SimpleNamespace(name=site) for site in plan.sites])
     made.fl_ctx = SimpleNamespace(get_engine=lambda: engine)
     made.exchange = lambda name, requests, timeout: hellos  # type: ignore[method-assign]
+    made.post = lambda *_: None  # type: ignore[method-assign]
     return made
 
 
@@ -63,13 +65,38 @@ def test_too_few_hellos_stop_the_run_and_say_why(tmp_path: Path, hellos: dict[st
         controller.collect_hellos()
 
 
-def test_a_site_that_does_not_fit_stops_the_run_before_round_1(
+def test_a_site_that_does_not_fit_is_left_out_alone_wherever_it_stands(
     tmp_path: Path, hellos: dict[str, bytes]
 ) -> None:
-    other = encode(decode(hellos["site-2"]).fields | {"model": "0" * 64})
-    controller = controller_of(make_plan("homlora"), tmp_path / "run", hellos | {"site-2": other})
-    with pytest.raises(UserError, match="site-2 has another base model than site-1"):
+    """It is not the measure of the others, not even where it is the first."""
+    for site in SITES:
+        other = encode(decode(hellos[site]).fields | {"model": "0" * 64})
+        controller = controller_of(make_plan("homlora"), tmp_path / site, hellos | {site: other})
         controller.collect_hellos()
+        assert controller.present == [s for s in SITES if s != site]
+        assert list(controller.status.left_out) == [site]
+        assert controller.status.left_out[site].startswith("has another base model than")
+        assert any(f"{site} is left out: has another" in line for line in read_lines(tmp_path / site))
+
+
+def test_where_as_many_do_not_fit_the_run_does_not_begin(tmp_path: Path, hellos: dict[str, bytes]) -> None:
+    other = {s: encode(decode(hellos[s]).fields | {"model": "0" * 64}) for s in SITES[:2]}
+    controller = controller_of(make_plan("homlora"), tmp_path / "run", hellos | other)
+    with pytest.raises(UserError, match=r"has another base model than site-1"):
+        controller.collect_hellos()
+
+
+def test_a_site_that_says_it_cannot_take_part_does_not_keep_the_others_from_it(
+    tmp_path: Path, hellos: dict[str, bytes]
+) -> None:
+    told = encode({"kind": "problem", "round": 1, "code": "disk-full"})
+    controller = controller_of(make_plan("homlora"), tmp_path / "run", hellos | {"site-4": told})
+    controller.collect_hellos()
+    assert controller.present == list(SITES[:3])
+    assert "its state folder is full" in controller.status.left_out["site-4"]
+    strict = controller_of(make_plan("homlora", quorum=1.0), tmp_path / "all", hellos | {"site-4": told})
+    with pytest.raises(QuorumMissed, match="site-4: cannot take part: the disk"):
+        strict.collect_hellos()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from small_federation import SITES, Small, make_plan, make_small
 from pf2lora.core.method import State, tensors_of
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.allow_list import AllowList, read_request
-from pf2lora.federation.protocol.server import QuorumMissed
+from pf2lora.federation.protocol.stopping import QuorumMissed
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,6 +24,7 @@ from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.allow_list import read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder, StateFolderError
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.problems import PROBLEMS, problem_code
 from pf2lora.federation.protocol.server import ServerSession
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
@@ -52,6 +53,79 @@ def test_a_server_that_lost_a_round_takes_the_sites_back_with_it(tmp_path: Path)
     broken.sessions = {site: broken.start_site(site) for site in SITES}
     broken.run()
     assert torch.equal(broken.coordinator.common, straight.coordinator.common)  # type: ignore[arg-type]
+
+
+def backup(small: Small) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (small.root / "server").glob("*") if file.is_file()}
+
+
+def restored_from(small: Small, files: dict[str, bytes]) -> None:
+    """The server has its files of an earlier time; everybody is started again."""
+    for file in (small.root / "server").glob("round-*"):
+        file.unlink()
+    for name, data in files.items():
+        (small.root / "server" / name).write_bytes(data)
+    for session in small.sessions.values():
+        session.folder.close()
+    small.start_server()
+    small.sessions = {site: small.start_site(site) for site in small.files}
+    small.greet()
+
+
+def old_server(root: Path, behind: int) -> tuple[Small, dict[str, dict[str, bytes]]]:
+    """A federation whose server was restored from a backup of so many rounds ago, and the states before that."""
+    small = make_small(root, make_plan("pf2lora", config={"rounds": 8}))
+    small.greet()
+    files: dict[str, bytes] = {}
+    for number in range(1, 7):
+        small.round()
+        files = backup(small) if number == 6 - behind else files
+    states = {
+        site: {p.name: p.read_bytes() for p in session.folder.folder.glob("round-*")}
+        for site, session in small.sessions.items()
+    }
+    restored_from(small, files)
+    return small, states
+
+
+def test_a_server_from_an_old_backup_is_refused_at_both_ends_and_nothing_is_lost(tmp_path: Path) -> None:
+    small, states = old_server(tmp_path, behind=4)
+    assert small.coordinator.done == 2
+    (request,) = small.coordinator.requests(["site-1"], set()).values()
+    with pytest.raises(
+        StateFolderError, match=r"asks for round 3, .* has done round 6: .*older backup"
+    ) as told:
+        small.sessions["site-1"].answer(read_request(request))
+    assert problem_code(told.value) == "ahead" and "older backup" in PROBLEMS["ahead"]
+    folder = small.sessions["site-1"].folder
+    assert {p.name: p.read_bytes() for p in folder.folder.glob("round-*")} == states["site-1"]
+
+
+def test_a_site_may_go_on_with_its_newest_adapter(tmp_path: Path) -> None:
+    small, states = old_server(tmp_path, behind=4)
+    for session in small.sessions.values():
+        assert session.folder.keep_newest() == 6
+    small.round()
+    for site, session in small.sessions.items():
+        assert session.latest is not None
+        assert (session.latest.round, session.latest.steps) == (3, 14)  # seven rounds' steps, not one's
+        assert int(session.latest.state.opt.step[0]) == 14
+        kept = {p.name: p.read_bytes() for p in session.folder.folder.rglob("aside/*/round-*")}
+        assert kept == states[site]
+    while not small.coordinator.over:
+        small.round()
+    assert [r["round"] for r in small.coordinator.records] == list(range(1, 9))
+
+
+def test_a_server_a_little_behind_gets_exactly_the_states_of_then(tmp_path: Path) -> None:
+    small, states = old_server(tmp_path / "old", behind=2)  # the states of rounds 4 to 6 are kept
+    straight = make_small(tmp_path / "straight", small.plan)
+    straight.run()
+    while not small.coordinator.over:
+        small.round()
+    assert torch.equal(small.coordinator.common, straight.coordinator.common)  # type: ignore[arg-type]
+    aside = {p.name for p in small.sessions["site-2"].folder.folder.rglob("aside/*/round-*")}
+    assert aside == {"round-000005.safetensors", "round-000006.safetensors"} < states["site-2"].keys()
 
 
 def test_a_run_is_resumed_with_its_own_plan_only(tmp_path: Path) -> None:

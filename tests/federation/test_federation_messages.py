@@ -307,7 +307,7 @@ def test_a_site_refuses_an_adapter_that_is_not_its_own(small: Small) -> None:
 def test_a_score_that_is_no_number_is_left_out(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     session = small.sessions["site-1"]
     scores = Measured({"loss": [float("nan")], "accuracy": [0.6], "matthews": [None]}, [])
-    monkeypatch.setattr(site_models, "measure", lambda trial, models: scores)
+    monkeypatch.setattr(site_models, "measure", lambda trial, models, final: scores)
     answer = session.answer(read_request(encode({"kind": "measure", "round": 1})))
     assert decode(answer).fields["served"] == {"rows": 20, "accuracy": 12.0}
 

@@ -68,6 +68,7 @@ def refused(file: Path, policy: str, plan: Plan, tmp_path: Path) -> str:
         ("max_rounds = 2", {}, "its policy's max_rounds is 2, and the run's rounds are 3"),
         ("max_runs = 0", {}, "its policy's max_runs is 0, and it has taken part in so many runs"),
         ("max_epsilon = 8", {}, "its policy's max_epsilon is 8, and the run has no differential privacy"),
+        ("masked = true", {}, "its policy allows masked runs alone (--masked)"),
         ('tasks = ["generation"]', {}, "its policy does not allow the task 'classification'"),
         ('methods = ["pf2lora", "local"]', {}, "its policy does not allow the method 'homlora'"),
         ('models = ["roberta-base"]', {}, "its policy does not allow its base model"),
@@ -130,6 +131,7 @@ def test_runs_are_counted_by_the_states_that_the_site_has(site: Path, tmp_path: 
         ("min_step = 2", "min_steps"),
         ("min_rows = 0", "min_rows is 0; it must be above 0"),
         ("max_runs = -1", "max_runs is -1"),
+        ("min_sites = 1", "min_sites is 1; a sum of fewer than 2 hides nothing"),
         ("min_rows = 2.5", "min_rows must be of type int"),
         ("max_epsilon = -1.0", "max_epsilon is -1.0"),
         ('methods = ["fedavg2"]', "unknown method"),
@@ -229,7 +231,8 @@ def test_a_secret_is_drawn_once_and_checked(tmp_path: Path) -> None:
     found = read_secret(tmp_path / "state")
     assert read_secret(tmp_path / "state") == found and len(found) == 64
     assert [p.name for p in (tmp_path / "state").iterdir()] == [FILE]
-    assert private_seed(0, tmp_path / "state") != private_seed(1, tmp_path / "state")
+    seeds = [(0, "a"), (1, "a"), (0, "b")]
+    assert len({private_seed(seed, run, tmp_path / "state") for seed, run in seeds}) == 3
     (tmp_path / "state" / FILE).write_text("0")
     with pytest.raises(StateFolderError, match="damaged"):
         read_secret(tmp_path / "state")

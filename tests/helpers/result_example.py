@@ -67,6 +67,8 @@ def make_result(
         "methods": methods,
         "examples": [] if task == "classification" else _examples(names),
         "newcomers": [],
+        "baselines": {},
+        "labels": [],
     }
 
 
@@ -144,6 +146,7 @@ def _run(
         if name == "per-fedavg" and seed == 1
         else [],
         "resampled": {},
+        "confusion": None,
     }
 
 

@@ -20,6 +20,7 @@ from pf2lora.engines.local import train
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.allow_list import AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
+from pf2lora.federation.protocol.masked import ask
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, to_toml
 from pf2lora.federation.protocol.server import RoundRecord, ServerSession
@@ -170,6 +171,7 @@ class Small:
                 setup.metrics,
                 messages.dtype_named(self.plan.wire),
                 private=self.plan.run.privacy.on,
+                masked=self.plan.masked,
             ).check(answer)
             self.messages.append((site, answer))
             answers[site] = self.tamper(site, answer)
@@ -182,9 +184,10 @@ class Small:
     def round(self, present: list[str] | None = None) -> RoundRecord:
         """One round; `present` are those who answer."""
         there = list(self.files) if present is None else present
-        answers = self.ask(self.coordinator.requests(there, evaluation_rounds(self.plan.run.training)))
+        measured = evaluation_rounds(self.plan.run.training)
+        answers, summed = ask(self.coordinator, there, measured, lambda step, data: self.ask(dict(data)))
         missing = [s for s in self.coordinator.chosen(self.coordinator.done + 1) if s not in answers]
-        return self.coordinator.finish_round(answers, 0.0, missing)
+        return self.coordinator.finish_round(answers, 0.0, missing, summed)
 
     def run(self) -> None:
         self.greet()

@@ -22,12 +22,12 @@ from pf2lora.cli.reproduce import app
 from pf2lora.engines.batches import Batch
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
-from pf2lora.reproduce import grid, running
+from pf2lora.reproduce import running
 from pf2lora.reproduce.grid import between
 from pf2lora.reproduce.presets import load_preset, preset_names
 from pf2lora.reproduce.running import same_prompt
 from pf2lora.reproduce.shapes import count, method_on, shape_of
-from pf2lora.run import comparison
+from pf2lora.run import comparison, tries
 from pf2lora.run.config import Config, from_dict
 from pf2lora.run.costs import flops_of_step
 from pf2lora.run.result import Result, load_result
@@ -237,8 +237,8 @@ def test_the_grid_gives_every_method_as_many_tries(
         assert run["config"]["methods"][search["method"]].items() >= best["rates"].items()
     assert "best of 4 tries" in shown
 
-    for room in (grid, running):
-        monkeypatch.setattr(room, "compare", lambda *a: pytest.fail("it was tried already"))
+    for room, work in ((tries, "run_group"), (running, "compare")):
+        monkeypatch.setattr(room, work, lambda *a: pytest.fail("it was tried already"))
     reproduce(*args, "--out", tmp_path)
     with pytest.raises(UserError, match="bilevel has no grid"):
         reproduce("bilevel", *tiny(world, "bilevel"), "--grid", "--out", tmp_path / "other")

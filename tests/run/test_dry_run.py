@@ -88,3 +88,37 @@ def test_data_that_says_less_than_it_seems_to(world: World, tmp_path: Path) -> N
     assert any("fewer than 100 test rows (the least: 4)" in line and "±50 points" in line for line in told)
     assert "alike has training rows of one label only" in told
     assert any("texts are in the training rows of two clients or more" in line for line in told)
+
+
+def test_model_device_methods_and_folder_are_problems_beside_the_files(
+    world: World, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "result.json").write_text("{}")
+    (tmp_path / "run.toml").write_text("[methods.pf2lora]\nalpa = 3\n")
+    args = [
+        "train",
+        tmp_path / "run.toml",
+        "--model",
+        tmp_path / "no-model",
+        "--clients",
+        tmp_path / "x*.csv",
+    ]
+    args += ["--device", "gpu", "--out", tmp_path / "out", "--dry-run"]
+    code, _, err = command_line(monkeypatch, capsys, *args)
+    assert code == 2
+    for said in ("no model folder", "unknown device 'gpu'", "alpa", "no file matches", str(tmp_path / "out")):
+        assert said in err, said
+
+
+def test_test_rows_that_another_client_trains_on_are_told(world: World, tmp_path: Path) -> None:
+    twice = sentences(20, 1)
+    files = [write_jsonl(tmp_path / f"{name}.jsonl", twice) for name in ("first", "second")]
+    config = config_of(world, clients=files, seed=3)
+    clients = load_workload(config).clients
+    trained = {row.text for client in clients for row in client.train}
+    again = sum(row.text in trained for client in clients for row in client.test)
+    told = data_warnings(clients, config)
+    assert again and any(
+        line.startswith(f"{again} of 8 test rows have a text that somebody") for line in told
+    )

@@ -15,7 +15,6 @@ from pf2lora.engines.local import Schedule
 from pf2lora.methods.centralized import Centralized
 from pf2lora.methods.homlora import HomLoRA
 from pf2lora.methods.per_fedavg import PerFedAvg
-from pf2lora.run import evaluation
 from pf2lora.run.config import TrainingSettings
 from pf2lora.run.evaluation import (
     Models,
@@ -27,7 +26,7 @@ from pf2lora.run.evaluation import (
     over_clients,
     summary,
 )
-from pf2lora.tasks.base import Example
+from pf2lora.tasks.base import Example, Task
 from pf2lora.tasks.classification.task import METRICS
 
 
@@ -56,7 +55,10 @@ def test_about_ten_rounds_are_measured_and_the_last_always(
 def trial_of(p: Problem, method: Method, clients: int = 3, **schedule: Any) -> Any:
     workload = SimpleNamespace(device=torch.device("cpu"), clients=[None] * clients, validation=None)
     plan = Schedule(rounds=9, steps=5, **schedule)
-    return SimpleNamespace(method=method, F=p.F, source=p.source, schedule=plan, workload=workload)
+    rates = plan.rates_of(clients)
+    return SimpleNamespace(
+        method=method, F=p.F, source=p.source, schedule=plan, workload=workload, rates=rates
+    )
 
 
 @pytest.mark.parametrize("per_pass", [None, 1, 2, 3])
@@ -130,6 +132,13 @@ class Asked:
     def resampled(self, answers: Any, rows: Any, draws: Any) -> tuple[Any, Any, int]:
         return answers, rows, draws.shape[1]
 
+    labels = ("yes", "no")
+    shown_examples = 3
+    examples = Task.examples
+
+    def confusion(self, answers: Any, rows: Any) -> list[list[int]]:
+        return [[len(answers), len(rows)]]
+
     def example(self, answer: int, row: str) -> Example | None:
         return None if answer == 2 else Example(row, (), str(answer))
 
@@ -138,20 +147,27 @@ def test_scores_and_a_few_examples_of_every_client() -> None:
     task = Asked()
     clients = [SimpleNamespace(name="n", test=list("abcde")), SimpleNamespace(name="s", test=list("fg"))]
     test = SimpleNamespace(of=lambda clients: ("encoded rows", clients))
-    workload = SimpleNamespace(task=task, test=test, clients=clients)
-    trial: Any = SimpleNamespace(workload=workload, model="model", seeds=(7,))
+    config = SimpleNamespace(output=SimpleNamespace(examples=None))
+    workload = SimpleNamespace(task=task, test=test, clients=clients, config=config)
+    trial: Any = SimpleNamespace(workload=workload, model="model", seeds=(7,), measured_fully=True)
     x, y = torch.zeros(2, 1), torch.ones(2, 1)
     found = measure(trial, Models(x, y))
     assert set(found.scores) == set(METRICS)
     assert found.scores["accuracy"] == [0.25, 0.5] and found.scores["loss"] == [2.0, None]
-    shown = [[(example.prompt, example.output) for example in client] for client in found.examples]
-    assert evaluation.EXAMPLES == 3
-    assert shown == [
-        [("a", "1"), ("c", "3")],
-        [("f", "6"), ("g", "7")],
-    ]  # of the first three, those that say something
     last = measure(trial, Models(x, y), final=True)
-    assert found.resampled == []  # drawn at the end alone, as many rows as a client has
+    shown = [[(e.prompt, e.output, e.row) for e in client] for client in last.examples]
+    assert shown == [
+        [("a", "1", 0), ("c", "3", 2)],
+        [("f", "6", 0), ("g", "7", 1)],
+    ]  # of the first three, those that say something
+    assert last.confusion == [[[5, 5]], [[2, 2]]] and last.of(slice(1, 2)).confusion == [[[2, 2]]]
+    config.output.examples = 1
+    assert [len(client) for client in measure(trial, Models(x, y), final=True).examples] == [1, 1]
+    task.asked.pop()
+    assert found.resampled == found.confusion == [] and found.examples == [
+        [],
+        [],
+    ]  # drawn at the end alone, as many rows as a client has
     assert last.resampled == [([1, 2, 3, 4, 5], list("abcde"), 5), ([6, 7], list("fg"), 2)]
     assert [final for *_, final in task.asked] == [False, True]
     model, x_asked, y_asked, rows, _ = task.asked[0]

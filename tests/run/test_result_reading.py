@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from newcomer_example import with_newcomers
 from result_example import make_result, small, write
+from result_extras import with_classes, with_newcomers
 
 from pf2lora.errors import UserError
 from pf2lora.run.estimates import Estimate, estimate, within_spread
@@ -22,10 +22,39 @@ def test_load_gives_what_was_written_from_the_folder_or_the_file(tmp_path: Path)
     assert load_result(folder / "result.json").to_dict() == full
 
 
-def test_a_result_of_an_earlier_version_has_no_newcomers(tmp_path: Path) -> None:
+def test_a_result_of_an_earlier_version_has_less(tmp_path: Path) -> None:
     older = make_result()
-    del older["newcomers"]
-    assert load_result(write(tmp_path, older)).newcomers == []
+    for key in ("newcomers", "baselines", "labels"):
+        del older[key]
+    for method in older["methods"].values():
+        for run in method["runs"]:
+            del run["confusion"]
+    found = load_result(write(tmp_path, older))
+    assert (found.newcomers, found.baselines, found.labels) == ([], {}, [])
+    assert found.methods["pf2lora"].runs[0].confusion is None
+
+
+def test_baselines_and_answers_by_label_are_checked(tmp_path: Path) -> None:
+    for change, place in (
+        (
+            lambda r: r["methods"]["local"]["runs"][0]["confusion"].pop(),
+            "confusion must be a list of 2, not of 1",
+        ),
+        (
+            lambda r: r["methods"]["local"]["runs"][0]["confusion"][1].pop(),
+            "confusion[1] must be a list of 2",
+        ),
+        (lambda r: r["labels"].append("third"), "confusion[0] must be a list of 3, not of 2"),
+        (
+            lambda r: r["baselines"]["trivial"]["scores"]["accuracy"]["per_client"].pop(),
+            "baselines.trivial.scores.accuracy.per_client must be a list of 2, not of 1",
+        ),
+    ):
+        result = with_classes(small(local=[0.5]))
+        change(result)
+        with pytest.raises(UserError) as caught:
+            load_result(write(tmp_path, result))
+        assert place in str(caught.value), caught.value
 
 
 @pytest.mark.parametrize(

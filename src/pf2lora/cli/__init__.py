@@ -15,6 +15,7 @@ from pf2lora.cli.options import ListCommand
 from pf2lora.cli.predict import predict
 from pf2lora.cli.push import push
 from pf2lora.cli.report import report
+from pf2lora.cli.sweep import sweep
 from pf2lora.cli.train import compare, train
 from pf2lora.cli.use import evaluate, export, onboard
 from pf2lora.errors import UserError, one_line
@@ -30,6 +31,7 @@ app.command(rich_help_panel="Run")(demo)
 app.command("init", cls=ListCommand, rich_help_panel="Run")(init_command)
 app.command(cls=ListCommand, rich_help_panel="Run")(train)
 app.command(cls=ListCommand, rich_help_panel="Run")(compare)
+app.command(cls=ListCommand, rich_help_panel="Run")(sweep)
 app.add_typer(reproduce.app, name="reproduce", rich_help_panel="Run")
 app.add_typer(federation.app, name="federation", rich_help_panel="Run")
 app.command(rich_help_panel="Use a run")(predict)

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from pf2lora.cli.federation_site import approve, read_limits
+from pf2lora.cli.federation_site import approve, read_limits, verify
 from pf2lora.cli.options import WRITTEN, ListCommand, configured, read_config
+from pf2lora.cli.text import safe
 from pf2lora.errors import UserError
 
 app = typer.Typer(help="Federate across machines (NVIDIA FLARE).", no_args_is_help=True)
@@ -37,6 +38,21 @@ NormLimit = Annotated[
 Wire = Annotated[
     str, typer.Option("--wire", help="Precision of the common adapter on the network: float32 or bfloat16.")
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Check the plan and say what it would cost, in bytes and privacy; start nothing."
+    ),
+]
+Masked = Annotated[
+    bool, typer.Option("--masked", help="Sites mask their updates: the server sees only a round's sum.")
+]
+Merge = Annotated[
+    str,
+    typer.Option(
+        "--merge", help="How updates become one: mean, median or trimmed (mean).", rich_help_panel=RULES
+    ),
+]
 KitFolder = Annotated[Path, typer.Argument(help="A start-up kit, as `provision` made it.")]
 LeadKit = Annotated[Path, typer.Option("--kit", help="The lead's kit.")]
 
@@ -58,6 +74,8 @@ def rehearse(
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
+    masked: Masked = False,
+    merge: Merge = "mean",
     out: Annotated[Path, typer.Option("--out", help="The run folder to write.", **WRITTEN)] = Path(
         "runs/federation"
     ),
@@ -66,6 +84,7 @@ def rehearse(
         Path | None,
         typer.Option("--policy", help="A policy.toml that every site has (default: its defaults)."),
     ] = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Try a whole federation on this machine: authority, server and one process per site, with mutual TLS."""
     from pf2lora.federation import require_nvflare
@@ -84,7 +103,14 @@ def rehearse(
         "quorum": quorum,
         "norm_limit": norm_limit,
         "wire": wire,
+        "masked": masked,
+        "merge": merge,
     }
+    if dry_run:
+        from pf2lora.cli.federation_dry_run import show_rehearsal
+
+        show_rehearsal(config, options)
+        return
     try:
         result = run(config, out, options=options, force=force, tell=tell, policy=limits)
     except KeyboardInterrupt:
@@ -162,6 +188,9 @@ def submit(
     quorum: Quorum = 0.5,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
+    masked: Masked = False,
+    merge: Merge = "mean",
+    dry_run: DryRun = False,
 ) -> None:
     """Hand a run to the server. The same command resumes one that was stopped."""
     from pf2lora.federation.flare import admin
@@ -178,13 +207,23 @@ def submit(
         quorum=quorum,
         norm_limit=norm_limit,
         wire=wire,
+        masked=masked,
+        merge=merge,
     )
+    if dry_run:
+        from pf2lora.cli.federation_dry_run import show_submission
+
+        if not kit.is_dir():
+            raise UserError(f"{kit}: there is no such kit; `pf2lora federation provision` makes them")
+        show_submission(plan, config)
+        return
     job = admin.submit(kit, plan)
     typer.echo(f"run {name!r} is job {job}: deadline {deadline:g} s a round, quorum {quorum:g}")
 
 
 app.command(cls=ListCommand)(submit)
 app.command()(approve)
+app.command()(verify)
 
 
 @app.command()
@@ -203,12 +242,14 @@ def status(kit: LeadKit) -> None:
         at = f"{now['round']} of {now['rounds']}" if now else ""
         limits = (f"{now['deadline']:g} s", f"{now['quorum']:g}") if now else ("", "")
         state = now.get("state") or job["status"].lower()
-        table.add_row(job["name"], job["job_id"][:8], state, at, there, *limits)
-        lines += [f"{job['name']} ({job['job_id'][:8]}): {now['line']}"] if now.get("line") else []
+        table.add_row(*map(safe, (job["name"], job["job_id"][:8], state, at, there, *limits)))
+        said = [f"{site} is left out: {why}" for site, why in now.get("left_out", {}).items()]
+        said += [now["line"]] if now.get("line") else []
+        lines += [f"{job['name']} ({job['job_id'][:8]}): {line}" for line in said]
     console = Console()
     console.print(table)
     for line in lines:
-        console.print(line, markup=False, highlight=False)
+        console.print(safe(line), highlight=False)
 
 
 @app.command()
@@ -229,3 +270,16 @@ def resume(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's nam
 
     job = admin.resume_run(kit, name)
     typer.echo(f"run {name!r} goes on as job {job}")
+
+
+@app.command("keep-newest")
+def keep_newest(kit: KitFolder, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
+    """At a site whose server was restored from an older backup: go on with the site's newest adapter."""
+    from pf2lora.federation.protocol.checkpoints import CheckpointFolder
+    from pf2lora.federation.protocol.names import check_name
+    from pf2lora.federation.protocol.site_setup import SITE_FILE, read_site_file
+
+    check_name("run", name)
+    file = kit / "local" / SITE_FILE
+    number = CheckpointFolder(file.parent / read_site_file(file).state / name, name).keep_newest()
+    typer.echo(f"{name}: the site goes on with its adapter of round {number} when it joins again")

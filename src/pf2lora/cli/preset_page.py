@@ -16,6 +16,7 @@ of the paper needs, prints the paper's numbers beside the run's own, and draws t
 
 ```bash
 pf2lora reproduce --list
+pf2lora reproduce glue-roberta-base --dry-run                  # what would run, what is missing, how long it takes
 pf2lora reproduce parameters                                   # counted in seconds, without weights
 pf2lora reproduce glue-roberta-base --only sst2 --seeds 3      # the model and the data from the hub
 pf2lora reproduce glue-roberta-base --only sst2 --model all-mpnet-base-v2 --data-dir data --precision bfloat16

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from pf2lora.atomic import check_writable, make_folder, write_json, write_text, writing
 from pf2lora.cli.options import WRITTEN, Choice, choices, with_settings
-from pf2lora.errors import UserError
+from pf2lora.cli.text import safe
+from pf2lora.errors import UserError, one_line
 from pf2lora.folder_lock import locked
 from pf2lora.reproduce.preset import Preset, to_toml
 from pf2lora.reproduce.presets import load_preset
@@ -57,6 +57,12 @@ PrintConfig = Annotated[
         help="Show the preset as TOML, to be edited and run; with one --only, that run's config for compare.",
     ),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Say what would run, what is missing and how long it takes; train nothing."
+    ),
+]
 
 
 def command_for(name: str) -> Callable[..., None]:
@@ -69,8 +75,9 @@ def command_for(name: str) -> Callable[..., None]:
         grid: Search = False,
         force: Force = False,
         print_config: PrintConfig = False,
+        dry_run: DryRun = False,
     ) -> None:
-        execute(name, settings, only or [], out, grid, force, print_config)
+        execute(name, settings, only or [], out, grid, force, print_config, dry_run)
 
     command.__name__ = name
     return with_settings(command, _given())
@@ -87,9 +94,10 @@ def command_for_files() -> Callable[..., None]:
         grid: Search = False,
         force: Force = False,
         print_config: PrintConfig = False,
+        dry_run: DryRun = False,
     ) -> None:
         """A preset from a file."""
-        execute(file, settings, only or [], out, grid, force, print_config)
+        execute(file, settings, only or [], out, grid, force, print_config, dry_run)
 
     hint = Annotated[str, typer.Argument(help="A preset of your own: an edited copy of one.")]
     file = inspect.Parameter("file", inspect.Parameter.KEYWORD_ONLY, annotation=hint)
@@ -110,6 +118,7 @@ def execute(
     grid: bool,
     force: bool,
     print_config: bool,
+    dry_run: bool,
 ) -> None:
     """Run a preset, or show it."""
     paper = load_preset(name).only(only)
@@ -121,6 +130,11 @@ def execute(
     if grid and preset.grid is None:
         raise UserError(f"{preset.name} has no grid: its rates are those of the preset that it is like")
     folder = out or Path("runs") / preset.name
+    if dry_run:
+        from pf2lora.cli.reproduce_dry_run import show_preset
+
+        show_preset(preset, folder, grid=grid, force=force)
+        return
     if not preset.counted:
         from pf2lora.cli.show import quiet_libraries
 
@@ -144,14 +158,15 @@ def claim(folder: Path, preset: Preset, force: bool) -> None:
 
 def find(preset: Preset, folder: Path, grid: bool, model: str | None) -> list[Finding]:
     """Every run of the preset, one after the other."""
-    from pf2lora.reproduce.grid import search, with_rates
+    from pf2lora.reproduce.grid import search
     from pf2lora.reproduce.running import execute as execute_run
     from pf2lora.reproduce.tables import Finding
+    from pf2lora.run.tries import with_rates
 
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
     def tell(line: str) -> None:
-        console.print(line, style="dim")
+        console.print(one_line(line), style="dim")
 
     found = []
     for number, run in enumerate(preset.runs, 1):
@@ -178,7 +193,7 @@ def show(paper: Preset, preset: Preset, findings: list[Finding], folder: Path) -
 
     console = Console(highlight=False)
     title = page.heading(paper, preset)
-    console.print(f"[bold]{escape(title)}[/bold]: {escape(preset.source)}", soft_wrap=True)
+    console.print(f"[bold]{safe(title)}[/bold]: {safe(preset.source)}", soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     names = tables.head(findings)
     for i, name in enumerate(names):
@@ -186,16 +201,16 @@ def show(paper: Preset, preset: Preset, findings: list[Finding], folder: Path) -
     lines = tables.cells(findings)
     for line, after in zip(lines, [*lines[1:], None]):
         ends = after is None or (line[0], line[2]) != (after[0], after[2])
-        table.add_row(*map(escape, line), end_section=ends)
+        table.add_row(*map(safe, line), end_section=ends)
     console.print(table)
     notes = [*page.setting_lines(paper, findings), *preset.notes, *page.rate_lines(findings)]
     notes += [line for finding in findings for line in finding.diverged]
     for note in notes:
-        console.print(escape(note), style="dim", soft_wrap=True)
+        console.print(safe(note), style="dim", soft_wrap=True)
     for text in page.example_lines(preset, findings):
-        console.print(escape(text.replace("**", "")), soft_wrap=True)
+        console.print(safe(text.replace("**", "")), soft_wrap=True)
     figures = charts.draw(preset, findings, folder, title)
     written = [folder / f"{preset.name}.json", folder / f"{preset.name}.md"]
     write_json(written[0], page.to_json(paper, preset, findings))
     write_text(written[1], page.markdown(paper, preset, findings, [file.name for file in figures]))
-    console.print(*(escape(str(file)) for file in (*written, *figures)), sep="\n", soft_wrap=True)
+    console.print(*(safe(str(file)) for file in (*written, *figures)), sep="\n", soft_wrap=True)

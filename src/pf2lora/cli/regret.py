@@ -60,6 +60,12 @@ def regret(
         typer.Option("--read", help="Run nothing: merge these files of finished runs into --out."),
     ] = None,
     show: Annotated[bool, typer.Option("--list", help="Name the tasks and variants, and stop.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Say what would run, what is missing and how long it takes; train nothing."
+        ),
+    ] = False,
 ) -> None:
     """Beside the paper: how far each method falls behind the best one, on tasks of every kind.
 
@@ -96,6 +102,11 @@ def regret(
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False)
 
+    if dry_run:
+        from pf2lora.cli.reproduce_dry_run import show_regret
+
+        show_regret(plan, order(chosen, choose_variants(variants or [])), left_out, out)
+        return
     for line in left_out:
         say(f"left out: {line}")
     todo = order(chosen, choose_variants(variants or []))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +72,7 @@ def train(
     )
 
 
-@configured
+@partial(configured, method="paper")
 def compare(
     settings: dict[str, Any],
     file: Path | None,
@@ -114,8 +115,9 @@ def execute(
         return
     if dry_run:
         from pf2lora.cli.dry_run import show_dry_run
+        from pf2lora.run.folder import check_free
 
-        show_dry_run(config)
+        show_dry_run(config, *([] if force or resume else [lambda: check_free(out, force=False)]))
         return
     config = with_found_model(config)
     from pf2lora.cli.show import quiet_libraries, show_clients, show_note, show_result

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pf2lora.cli.options import WRITTEN, columned, with_columns
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from pf2lora.run.saved import LoadedRun
@@ -42,6 +42,10 @@ def evaluate(
     device: Device = "auto",
     model: Model = None,
     own_rows: OwnRows = None,
+    examples: Annotated[
+        int,
+        typer.Option("--examples", min=0, help="Answers to show as well; of labels, those that are wrong."),
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Measure a client's model on a file."""
@@ -51,12 +55,17 @@ def evaluate(
     task = with_columns(loaded.config.task, settings)
     rows = read_rows(task, file, loaded.saved.labels)
     own = None if own_rows is None else read_rows(task, own_rows, loaded.saved.labels)
-    scores = loaded.task.score(loaded.answers(client, rows, own), rows)
+    answers = loaded.answers(client, rows, own)
+    scores = loaded.task.score(answers, rows)
+    shown = [e._asdict() for e in loaded.task.examples(answers, rows, examples)] if examples else []
     if as_json:
-        typer.echo(json.dumps(scores | {"rows": len(rows)}))
+        typer.echo(json.dumps(scores | {"rows": len(rows)} | ({"examples": shown} if examples else {})))
         return
     typer.echo(f"{len(rows)} rows of {file}, method {loaded.saved.method}")
     show_scores(loaded, {client or "the common model": scores})
+    for example in shown:
+        typer.echo(one_line(f"row {example['row'] + 1}: {' '.join(example['prompt'].split())}"))
+        typer.echo(one_line(f"  right: {' | '.join(example['references'])}; answered: {example['output']}"))
 
 
 @columned
@@ -181,15 +190,15 @@ def open_run(run: Path, method: str | None, device: str, model: str | None = Non
 
 def show_scores(loaded: LoadedRun, rows: dict[str, dict[str, float | None]]) -> None:
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
     from pf2lora.cli.show import console, short_score
+    from pf2lora.cli.text import safe
 
     metrics = loaded.task.metrics
     table = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
     for metric in metrics.values():
         table.add_column(f"{metric.label} in %" if metric.percent else metric.label, justify="right")
     for name, scores in rows.items():
-        table.add_row(escape(name), *(short_score(scores.get(key), m) for key, m in metrics.items()))
+        table.add_row(safe(name), *(short_score(scores.get(key), m) for key, m in metrics.items()))
     console.print(table)

@@ -87,7 +87,7 @@ def records_per_client(
     `read` gives a file's records; a task may know formats of its own.
     """
     if client_column is not None:
-        return _by_column(paths, client_column, read)
+        return by_column([(path, read(path)) for path in paths], client_column)
     clients: dict[str, list[Record]] = {}
     files: dict[str, Path] = {}
     for path in paths:
@@ -100,12 +100,10 @@ def records_per_client(
     return clients
 
 
-def _by_column(
-    paths: Sequence[Path], column: str, read: Callable[[Path], list[Record]]
-) -> dict[str, list[Record]]:
+def by_column(tables: Sequence[tuple[Path | str, list[Record]]], column: str) -> dict[str, list[Record]]:
+    """Each client's records of some files, by the column that names it."""
     clients: dict[str, list[Record]] = {}
-    for path in paths:
-        records = read(path)
+    for path, records in tables:
         require_column(column, columns_of(records), path, "--client-column")
         for record in records:
             name = record.name(column)

@@ -83,6 +83,10 @@ def expand_paths(patterns: Sequence[str | Path]) -> list[Path]:
     """Files for paths, globs and folders, each file once: in the order given, a glob's in natural order."""
     found: dict[Path, None] = {}
     for pattern in patterns:
+        if str(pattern).startswith("memory:"):
+            raise UserError(
+                f"{pattern}: these rows were given in Python and are in no file: name files with --clients"
+            )
         path = check_path(Path(pattern))
         with reading(path, "file or folder"):
             found.update(dict.fromkeys(map(Path, natural_order(_matches(path, str(pattern))))))

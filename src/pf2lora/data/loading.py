@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pf2lora.core.streams import numpy_generator
-from pf2lora.data.client import Client, Pool, check_same_clients, records_per_client
+from pf2lora.data.client import Client, Pool, by_column, check_same_clients, records_per_client
 from pf2lora.data.files import Record, expand_paths, natural_order
+from pf2lora.data.memory import Tables
 from pf2lora.data.settings import DataSettings
 from pf2lora.data.sharing import PARTITIONS, share_out
 from pf2lora.data.split import (
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from pf2lora.tasks.settings import TaskSettings
 
 Row = TypeVar("Row")
+ReadPart = Callable[[str], dict[str, list[Record]]]
 DEFAULT_PARTITION, DEFAULT_CLIENTS, DEFAULT_HETEROGENEITY = "heterogeneity", 8, 0.9
 
 
@@ -37,33 +40,49 @@ def load_clients(
     *,
     labels: Sequence[str] | None = None,
     notes: list[str] | None = None,
+    tables: Tables | None = None,
 ) -> list[Client[Row]]:
-    """The clients. The same settings and seed give the same clients, row for row.
+    """The clients. The same settings and seed give the same clients, row for row. `tables` are rows in memory, for
+    parts that are not in files.
 
     `labels` are those agreed on beforehand, for one who sees only some clients (a site of a federation); without, they
     are those of the training rows. What the user should know is added to `notes`.
     """
     notes = [] if notes is None else notes
     data = filled_in(task, data)
+    read = partial(given_records, task, data, tables or {})
     test_records: dict[str, list[Record]] = {}
     if data.dataset is not None:
         pool = task.datasets[data.dataset].read(data, seed, notes)
         clients = share_out(pool, task.partition_key, data, seed)
     elif data.partition is not None:
-        clients = share_out(pooled_files(task, data, seed, notes), task.partition_key, data, seed)
+        clients = share_out(
+            pooled_files(task, data, seed, notes, tables or {}), task.partition_key, data, seed
+        )
     else:
-        clients, test_records = from_files(task, data, seed, notes)
+        clients, test_records = from_files(task, data, seed, notes, read)
     clients = [replace(c, train=limited(task, c.train, data.limit, seed, "limit", c.name)) for c in clients]
     task.check(clients, task.labels(clients) if labels is None else labels, test_records)
     clients = [
         replace(c, test=limited(task, c.test, data.test_limit, seed, "test limit", c.name)) for c in clients
     ]
     if data.validation:
-        clients = with_validation_files(task, clients, data, labels, notes)
+        clients = with_validation_files(task, clients, labels, notes, read)
     else:
         clients = [with_validation(task, client, data.validation_ratio, seed) for client in clients]
     notes += seen_before(clients)
     return clients
+
+
+def given_records(
+    task: TaskSettings[Any], data: DataSettings, tables: Tables, part: str
+) -> dict[str, list[Record]]:
+    """Each client's records of a part ("clients", "test", "validation"), from memory or from files."""
+    if part not in tables:
+        return records_per_client(expand_paths(getattr(data, part)), data.client_column, task.read_records)
+    if data.client_column is None:
+        return dict(tables[part])
+    return by_column([(part, [r for own in tables[part].values() for r in own])], data.client_column)
 
 
 def filled_in(task: TaskSettings[Any], data: DataSettings) -> DataSettings:
@@ -128,11 +147,11 @@ def check(task: TaskSettings[Any], data: DataSettings) -> None:
 
 
 def from_files(
-    task: TaskSettings[Row], data: DataSettings, seed: int, notes: list[str]
+    task: TaskSettings[Row], data: DataSettings, seed: int, notes: list[str], read: ReadPart
 ) -> tuple[list[Client[Row]], dict[str, list[Record]]]:
     """One client per file, or per value of the client column, and the records of the test rows, where they have files
     of their own; else a seeded part of each client's rows is held out."""
-    train = records_per_client(expand_paths(data.clients), data.client_column, task.read_records)
+    train = read("clients")
     first = next(iter(train.values()))
     needed = 1 if data.test and data.validation else MINIMUM_ROWS  # nothing has to be split off
     for name, records in train.items():
@@ -143,7 +162,7 @@ def from_files(
     rows = {name: task.rows(records, first, notes) for name, records in train.items()}
     if not data.test:
         return [split_client(task, name, own, data.test_ratio, seed) for name, own in rows.items()], {}
-    held_out = records_per_client(expand_paths(data.test), data.client_column, task.read_records)
+    held_out = read("test")
     check_same_clients(train, held_out)
     clients = [Client(name, own, task.rows(held_out[name], first, notes)) for name, own in rows.items()]
     return clients, held_out
@@ -157,12 +176,20 @@ def split_client(
     return Client(name, *split_rows(rows, keys, test_ratio, numpy_generator(seed, "split", name)))
 
 
-def pooled_files(task: TaskSettings[Row], data: DataSettings, seed: int, notes: list[str]) -> Pool[Row]:
+def pooled_files(
+    task: TaskSettings[Row], data: DataSettings, seed: int, notes: list[str], tables: Tables
+) -> Pool[Row]:
     """All rows of all files, to be shared out by a rule."""
-    records = [record for path in expand_paths(data.clients) for record in task.read_records(path)]
+
+    def read(part: str) -> list[Record]:
+        if part in tables:
+            return [record for own in tables[part].values() for record in own]
+        return [record for path in expand_paths(getattr(data, part)) for record in task.read_records(path)]
+
+    records = read("clients")
     rows = task.rows(records, None, notes)
     if data.test:
-        held_out = [record for path in expand_paths(data.test) for record in task.read_records(path)]
+        held_out = read("test")
         test = task.rows(held_out, records, notes)
     else:
         keys = [task.split_key(row) for row in rows]
@@ -194,15 +221,14 @@ def with_validation(task: TaskSettings[Row], client: Client[Row], ratio: float, 
 def with_validation_files(
     task: TaskSettings[Row],
     clients: list[Client[Row]],
-    data: DataSettings,
     labels: Sequence[str] | None,
     notes: list[str],
+    read: ReadPart,
 ) -> list[Client[Row]]:
     """The clients with the validation rows that have files of their own; a large file gives its first rows."""
-    records = records_per_client(expand_paths(data.validation), data.client_column, task.read_records)
+    records = read("validation")
     check_same_clients([client.name for client in clients], records, "validation")
-    like = records_per_client(expand_paths(data.clients), data.client_column, task.read_records)
-    first = next(iter(like.values()))
+    first = next(iter(read("clients").values()))
     held_out = {name: own[:MOST_VALIDATION_ROWS] for name, own in records.items()}
     rows = {name: task.rows(own, first, notes) for name, own in held_out.items()}
     known = task.labels(clients) if labels is None else labels

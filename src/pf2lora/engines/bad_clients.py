@@ -27,7 +27,10 @@ REMEDY = "a smaller lr or client_lr usually helps"
 
 
 class Diverged(UserError):
-    """More clients of a round are bad than may be: there is nothing left to go on with."""
+    """More clients of a round are bad than may be: there is nothing left to go on with. `federation` is the position of
+    the one whose clients they are, where several are trained side by side."""
+
+    federation = 0
 
 
 class Change(NamedTuple):
@@ -145,14 +148,16 @@ def check_enough(
     most: int | None,
 ) -> None:
     """`Diverged` where more of a federation's participants are bad than `most` (None: half of them), or all are."""
-    for federation in federations:
+    for position, federation in enumerate(federations):
         found = [i for i in federation if i in bad]
         allowed = len(federation) // 2 if most is None else most
         if found and (len(found) > allowed or len(found) == len(federation)):
             rest = f", and {len(found) - 1} more of {len(federation)} clients" if len(found) > 1 else ""
-            raise Diverged(
+            error = Diverged(
                 f"client {names[found[0]]!r} is bad in round {number}: {bad[found[0]]}{rest}; {REMEDY}"
             )
+            error.federation = position
+            raise error
 
 
 def without(federations: Sequence[Sequence[int]], bad: Mapping[int, str]) -> Iterator[list[int]]:

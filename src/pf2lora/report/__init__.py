@@ -11,6 +11,9 @@ from pf2lora import __version__
 from pf2lora.atomic import make_folder, write_text
 from pf2lora.errors import UserError
 from pf2lora.report import choices, findings, newcomers, payload, views
+from pf2lora.report import summary as summaries
+from pf2lora.run import numbers
+from pf2lora.run.measured import by_measured_metric
 from pf2lora.run.result import Result
 
 HERE = Path(__file__).parent
@@ -24,7 +27,9 @@ SCRIPTS = (
     "clients.js",
     "choices.js",
     "ranks.js",
+    "errors.js",
     "examples.js",
+    "tables.js",
     "main.js",
 )
 GENERATOR = "pf2lora report"
@@ -62,6 +67,7 @@ def render(runs: list[Result], names: list[str] | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.filters["grouped"] = views.grouped
+    runs = [by_measured_metric(run) for run in runs]
     metric = shared_metric(runs)
     names = _distinct(names or [r.title for r in runs])
     series = views.all_series(runs, names)
@@ -85,6 +91,8 @@ def render(runs: list[Result], names: list[str] | None = None) -> str:
         metric=runs[0].metrics[metric],
         headline=views.headline(series, metric),
         decisive=views.decisive(series),
+        baselines=baselines(runs[0], metric) if len(runs) == 1 else [],
+        summary=summaries.summary(runs[0]) if len(runs) == 1 else {},
         choices=choices.table(series, metric),
         newcomers=newcomers.table(runs[0], metric) if len(runs) == 1 else {},
         costs=views.costs(series),
@@ -97,6 +105,18 @@ def render(runs: list[Result], names: list[str] | None = None) -> str:
         machine=views.machine(runs[0]),
         differences=views.config_differences(runs),
     )
+
+
+def baselines(run: Result, metric: str) -> list[dict[str, str]]:
+    """Rows of the headline table that no training gives."""
+    info = run.metrics[metric]
+    known = [(b.label, b.scores[metric]) for b in run.baselines.values() if metric in b.scores]
+    return [
+        {"label": label}
+        | {what: numbers.score(getattr(s, what), info) for what in ("mean", "worst", "spread")}
+        for label, s in known
+        if s.mean is not None
+    ]
 
 
 def shared_metric(runs: list[Result]) -> str:

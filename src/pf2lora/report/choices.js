@@ -21,8 +21,8 @@ function choiceTable(data, run) {
   const candidates = [...new Set(run.choices.flatMap((choice) => Object.keys(choice.last_round)))];
   const last = run.rounds.at(-1).round;
   const loss = (value) => value === null || value === undefined ? '–' : value.toFixed(3);
-  const row = (choice, k) => el('tr', {}, el('th', { scope: 'row' }, data.clients[k] ?? `client ${k + 1}`),
-    el('td', {}, CANDIDATES[choice.candidate] ?? choice.candidate, choice.round === last ? null : ` in round ${choice.round}`),
+  const row = (choice, k) => el('tr', {}, el('th', { scope: 'row' }, cut(data.clients[k] ?? `client ${k + 1}`)),
+    el('td', { class: 'words' }, CANDIDATES[choice.candidate] ?? choice.candidate, choice.round === last ? null : ` in round ${choice.round}`),
     el('td', { class: 'number' }, loss(choice.validation_loss)),
     candidates.map((name) => el('td', { class: `number${name === choice.candidate && choice.round === last ? ' best' : ''}` },
       el('span', { class: 'value' }, loss(choice.last_round[name])))));

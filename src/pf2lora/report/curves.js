@@ -78,7 +78,7 @@ function curvesView(host, data) {
     const lines = visible(data.series).map((series) => ({ series,
       points: curve(series, (round) => ofClients(round[state.point]?.[state.metric], state.who, info.higher_is_better)) }));
     const when = state.point === 'served' ? 'served' : 'before averaging';
-    lineChart(score, { marked: bestRound, title: `${info.label}${info.percent ? ' (%)' : ''}, ${when}, ${whose()}`, lines,
+    lineChart(score, { marked: bestRound, levels: references(data, state.metric, state.who), title: `${info.label}${info.percent ? ' (%)' : ''}, ${when}, ${whose()}`, lines,
       format: (value) => formatScore(value, info), tickFormat: (value) => minus(String(Number((info.percent ? value * 100 : value).toPrecision(6)))) });
   };
   const drawLoss = () => {

@@ -20,7 +20,7 @@ const freshId = () => `v${++lastId}`;
 /* options: [value, label] pairs; onChange gets the value. */
 function select(label, options, value, onChange) {
   const box = el('select', { id: freshId(), change: () => onChange(box.value) },
-    options.map(([key, text]) => el('option', { value: key, selected: String(key) === String(value) }, text)));
+    options.map(([key, text]) => el('option', { value: key, title: text === cutText(text) ? null : text, selected: String(key) === String(value) }, cutText(text))));
   return el('label', { class: 'field', for: box.id }, el('span', {}, label), box);
 }
 
@@ -40,13 +40,18 @@ function asTable(caption, rows) {
   return details;
 }
 
+/* Long names end in an ellipsis; the whole is in the title. */
+const LONGEST = 32;
+const cutText = (text) => text.length > LONGEST ? `${text.slice(0, LONGEST - 1)}…` : text;
+const cut = (text) => el('span', { class: 'cut', title: text }, text);
+
 const tableCaption = (text) => el('caption', {}, el('span', {}, text));
 
 function plainTable(caption, [head, ...body]) {
   return el('table', {}, tableCaption(caption),
     el('thead', {}, el('tr', {}, head.map((text) => el('th', { scope: 'col' }, text)))),
     el('tbody', {}, body.map(([first, ...rest]) => el('tr', {},
-      el('th', { scope: 'row' }, first), rest.map((text) => el('td', {}, text))))));
+      el('th', { scope: 'row' }, cut(first)), rest.map((text) => el('td', {}, text))))));
 }
 
 /* Numbers: as report/numbers.py writes them. */

@@ -17,35 +17,58 @@ function swatch(series) {
     svg('path', { d: shapeOf(series), transform: 'translate(14 6)' }));
 }
 
-/* lines: [{ series, points: [{ x, mean, deviation }] }]; `marked(series)` is the round that gets a ring, or null. */
-function lineChart(host, { title, lines, format, tickFormat = format, log = false, marked = () => null }) {
+/* lines: [{ series, points: [{ x, mean, deviation }] }]; `marked(series)` is the round that gets a ring, or null;
+   `levels` are [{ label, value }] to see the lines against. */
+function lineChart(host, { title, lines, format, tickFormat = format, log = false, marked = () => null, levels = [] }) {
   const drawn = lines.filter((line) => line.points.length);
   const heading = el('figcaption', {}, title);
   if (!drawn.length) {
     host.replaceChildren(heading, el('p', { class: 'empty' }, 'Nothing to draw: no shown method has these values.'));
     return;
   }
-  const frame = scales(host, drawn, log);
+  const near = nearLevels(drawn, levels);
+  const frame = scales(host, drawn, log, near);
   const root = svg('svg', { width: frame.width, height: frame.height, viewBox: `0 0 ${frame.width} ${frame.height}`, tabindex: 0, role: 'img',
     'aria-label': `${summary(title, drawn, format)} Left and right arrow keys read the rounds.` });
   // The first method lies on top of those it is compared with.
-  root.append(axes(frame, tickFormat), ...drawn.toReversed().map((line) => lineGroup(line, frame, marked(line.series))));
+  root.append(axes(frame, tickFormat), levelLines(near, frame, frame.margin.left, frame.width - frame.margin.right, frame.y), ...drawn.toReversed().map((line) => lineGroup(line, frame, marked(line.series))));
   const status = el('div', { class: 'quiet', 'aria-live': 'polite' });
-  const table = asTable(title, () => lineRows(drawn, format));
-  host.replaceChildren(heading, el('div', { class: 'plot' }, root), status, table);
+  const table = asTable(title, () => [...lineRows(drawn, format), ...levels.map(({ label, value }) => [label, ...drawn.map(() => format(value))])]);
+  host.replaceChildren(heading, el('div', { class: 'plot' }, root), levelKey(levels, near, format), status, table);
   follow(root, drawn, frame, format, status);
 }
 
-function scales(host, lines, log) {
-  const points = lines.flatMap((line) => line.points);
+/* Levels that are far off would press the lines together: they are told below the chart instead. */
+function nearLevels(lines, levels, far = 1.5) {
+  const values = lines.flatMap((line) => line.points.map((point) => point.mean));
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const reach = Math.max(high - low, Math.abs(high) * 0.05) * far;
+  return levels.filter(({ value }) => value >= low - reach && value <= high + reach);
+}
+
+function levelLines(levels, frame, left, right, up) {
+  return svg('g', { class: 'levels' }, levels.map(({ value }, i) =>
+    svg('line', { x1: left, x2: right, y1: up(value), y2: up(value), 'stroke-dasharray': i % 2 ? '1 4' : '7 5' })));
+}
+
+function levelKey(levels, near, format) {
+  if (!levels.length) return '';
+  const key = (level) => near.includes(level) ? svg('svg', { class: 'levels', width: 26, height: 8, 'aria-hidden': 'true' },
+    svg('line', { x1: 0, x2: 26, y1: 4, y2: 4, 'stroke-dasharray': near.indexOf(level) % 2 ? '1 4' : '7 5' })) : null;
+  return el('p', { class: 'level-key' }, levels.map((level) => el('span', { class: 'key' }, key(level), `${level.label} ${format(level.value)}`)));
+}
+
+function scales(host, lines, log, levels) {
+  const points = [...lines.flatMap((line) => line.points)];
+  const shown = levels.map(({ value }) => value);
   const xs = [...new Set(points.map((point) => point.x))].sort((a, b) => a - b);
   const width = Math.max(260, host.clientWidth);
   const height = Math.round(Math.min(320, Math.max(220, width * 0.55)));
   const margin = { top: 12, right: 14, bottom: 38, left: 54 };
   const positive = log && points.every((point) => point.mean > 0);
-  const means = points.map((point) => point.mean);
+  const means = [...points.map((point) => point.mean), ...shown];
   const useLog = positive && Math.max(...means) / Math.min(...means) > 20;
-  const bounds = useLog ? means : points.flatMap(({ mean, deviation }) => [mean - (deviation ?? 0), mean + (deviation ?? 0)]);
+  const bounds = useLog ? means : points.flatMap(({ mean, deviation }) => [mean - (deviation ?? 0), mean + (deviation ?? 0)]).concat(shown);
   let [low, high] = [Math.min(...bounds), Math.max(...bounds)];
   if (useLog) [low, high] = [10 ** Math.floor(Math.log10(low)), 10 ** Math.ceil(Math.log10(high))];
   else if (low === high) [low, high] = [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1];

@@ -1,6 +1,6 @@
 /* Start: read the data, fill each view's place, the theme button. */
 
-const VIEWS = { curves: curvesView, tradeoff: tradeoffView, shares: sharesView, clients: clientsView, choices: choicesView, ranks: ranksView, examples: examplesView };
+const VIEWS = { curves: curvesView, tradeoff: tradeoffView, shares: sharesView, clients: clientsView, choices: choicesView, ranks: ranksView, examples: examplesView, errors: errorsView };
 
 function startTheme() {
   const root = document.documentElement;
@@ -28,4 +28,5 @@ startTheme();
 startDataSwitch();
 if (many(data.series)) showOnly(data.series, bestOf(data, BEST));
 for (const host of document.querySelectorAll('[data-view]')) VIEWS[host.dataset.view](host, data);
+startTables();
 document.documentElement.dataset.ready = 'true';

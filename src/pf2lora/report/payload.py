@@ -41,9 +41,35 @@ def payload(runs: list[Result], series: list[Series], metric: str) -> dict[str, 
                 for s in series
             ],
             "open": open_differences(first, series) if len(runs) == 1 and metric == first.metric else {},
+            "baselines": [
+                {"label": b.label, "scores": {m: s.per_client for m, s in b.scores.items() if m in common}}
+                for b in (first.baselines.values() if len(runs) == 1 else ())
+            ],
+            "labels": first.labels if len(runs) == 1 else [],
+            "apart": label_distances(first) if same_clients(runs) else [],
+            "task": first.task,
             "examples": [asdict(e) for e in first.examples] if len(runs) == 1 else [],
         }
     )
+
+
+def label_distances(result: Result) -> list[float | None]:
+    """How far each client's labels (topics, categories) are from those of all: half the sum of the differences of their
+    shares, from 0 (the same mixture) to 1 (nothing in common); None where they are not known."""
+    totals: dict[str, int] = {}
+    for client in result.clients:
+        for label, count in client.labels.items():
+            totals[label] = totals.get(label, 0) + count
+    everybody = sum(totals.values())
+    found: list[float | None] = []
+    for client in result.clients:
+        own = sum(client.labels.values())
+        if not own or not everybody:
+            found.append(None)
+            continue
+        gaps = (abs(client.labels.get(label, 0) / own - count / everybody) for label, count in totals.items())
+        found.append(sum(gaps) / 2)
+    return found
 
 
 def open_differences(result: Result, series: list[Series]) -> dict[str, Any]:
@@ -65,6 +91,7 @@ def _run_payload(run: SeedRun, metrics: list[str]) -> dict[str, Any]:
     return {
         "seed": run.seed,
         "layers": run.layers,
+        "confusion": run.confusion,
         "choices": None if run.choices is None else [asdict(choice) for choice in run.choices],
         "final": {
             point: {m: scores[m].per_client if m in scores else None for m in metrics} if scores else None

@@ -33,14 +33,18 @@ function rankPicture(data, run, state, top) {
   const names = shortNames(run.layers);
   const cells = rounds[0].ranks.map((row) => row.map(() => el('td', { tabindex: -1 })));
   const means = cells.map(() => el('td', { class: 'mean' }));
+  const own = cells.map(() => el('td', { class: 'mean' }));
+  const shares = rounds.some((round) => round.client_share);
+  const apart = data.apart.some((value) => value !== null);
   const output = el('output', { class: 'round' });
   const paint = () => {
-    const { round, ranks } = rounds[state.step];
+    const { round, ranks, client_share: share } = rounds[state.step];
     output.textContent = `round ${round}`;
     slider.setAttribute('aria-valuetext', `round ${round}`);
     ranks.forEach((row, k) => {
       row.forEach((rank, i) => paintRank(cells[k][i], rank, top, `${data.clients[k] ?? `client ${k + 1}`}\n${run.layers[i]}\nrank ${rank ?? 'unknown'} in round ${round}`));
       means[k].textContent = known(row).length ? average(known(row)).toFixed(1) : '–';
+      own[k].textContent = share?.[k] === null || share?.[k] === undefined ? '–' : formatShare(share[k]);
     });
   };
   const slider = el('input', { type: 'range', id: freshId(), min: 0, max: rounds.length - 1, step: 1, value: state.step,
@@ -53,8 +57,11 @@ function rankPicture(data, run, state, top) {
     el('div', { class: 'scroll' }, el('table', { class: 'heat' },
       tableCaption(`Learned rank per client and layer (directions that hold 90 % of s·BA + s̃·DC), 0 to ${top}. Arrow keys move between the cells.`),
       el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'Client'),
-        names.map((name, i) => el('th', { scope: 'col', class: 'layer', 'data-tip': run.layers[i] }, el('span', {}, name))), el('th', { scope: 'col', class: 'mean' }, 'mean'))),
-      el('tbody', {}, cells.map((row, k) => el('tr', {}, el('th', { scope: 'row' }, data.clients[k] ?? `client ${k + 1}`), row, means[k]))))),
+        names.map((name, i) => el('th', { scope: 'col', class: 'layer', 'data-tip': run.layers[i] }, el('span', {}, name))), el('th', { scope: 'col', class: 'mean' }, 'mean rank'),
+        shares ? el('th', { scope: 'col', class: 'mean', 'data-tip': 'Own part\n‖s̃DC‖ / ‖sBA‖ in this round' }, 'own part') : null,
+        apart ? el('th', { scope: 'col', class: 'mean', 'data-tip': 'How different its labels are\n0: mixed as everybody’s\n1: nothing in common' }, 'labels apart') : null)),
+      el('tbody', {}, cells.map((row, k) => el('tr', {}, el('th', { scope: 'row' }, cut(data.clients[k] ?? `client ${k + 1}`)), row, means[k], shares ? own[k] : null,
+        apart ? el('td', { class: 'mean' }, data.apart[k] === null ? '–' : data.apart[k].toFixed(2)) : null))))),
     el('div', { class: 'scale', 'aria-hidden': 'true' }, '0', el('span', { class: 'ramp' }), String(top)),
   ];
 }

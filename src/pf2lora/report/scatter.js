@@ -22,7 +22,7 @@ function tradeoffView(host, data) {
   const figures = COSTS.map(([key, words, format]) => {
     const figure = el('figure', { class: 'chart' });
     living(figure, () => scatter(figure, {
-      title: `${info.label}${info.percent ? ' (%)' : ''}, ${WHEN_SCORED[point]}, against ${words}`, info, format,
+      title: `${info.label}${info.percent ? ' (%)' : ''}, ${WHEN_SCORED[point]}, against ${words}`, info, format, levels: references(data, data.metric, 'mean'),
       dots: data.series.map((series) => ({ series, x: series[key], score: finalScore(series, point, data.metric) })).filter(({ x, score }) => x !== null && score),
     }));
     return figure;
@@ -30,7 +30,7 @@ function tradeoffView(host, data) {
   host.append(el('div', { class: 'pair' }, figures), el('p', { class: 'note' }, 'What is sent is counted with the head, where that is shared. Training time is without evaluation.'));
 }
 
-function scatter(host, { title, dots, info, format }) {
+function scatter(host, { title, dots, info, format, levels }) {
   const heading = el('figcaption', {}, title);
   if (!dots.length) {
     host.replaceChildren(heading, el('p', { class: 'empty' }, 'Nothing to draw: no shown method has these values.'));
@@ -40,7 +40,8 @@ function scatter(host, { title, dots, info, format }) {
   const height = Math.max(300, Math.min(560, 60 + dots.length * LABEL * 1.15));
   const margin = { top: 12, right: 14, bottom: 38, left: 54 };
   const most = Math.max(...dots.map(({ x }) => x)) || 1;
-  const ends = dots.flatMap(({ score }) => [score.mean - (score.deviation ?? 0), score.mean + (score.deviation ?? 0)]);
+  const near = nearLevels(dots.map(({ score }) => ({ points: [score] })), levels);
+  const ends = dots.flatMap(({ score }) => [score.mean - (score.deviation ?? 0), score.mean + (score.deviation ?? 0)]).concat(near.map(({ value }) => value));
   const spread = Math.max(...ends) - Math.min(...ends) || Math.abs(ends[0]) || 1;
   const [low, high] = [Math.min(...ends) - spread * 0.05, Math.max(...ends) + spread * 0.05];
   const across = (value) => margin.left + 8 + (value / most) * (width - margin.left - margin.right - 16);
@@ -55,9 +56,10 @@ function scatter(host, { title, dots, info, format }) {
         svg('line', { x1: margin.left, x2: width - margin.right }),
         svg('text', { x: margin.left - 8, dy: '0.32em', 'text-anchor': 'end' }, shown(value)))),
       ticks(0, most, Math.max(2, Math.floor(width / 110))).map((value) => svg('text', { x: across(value), y: height - margin.bottom + 18, 'text-anchor': 'middle' }, format(value)))),
-    names(placed, width, height, margin), placed.map((dot) => mark(dot, up, info, format)));
-  host.replaceChildren(heading, el('div', { class: 'plot' }, root), asTable(title, () => [['Method', 'Score', 'Cost'],
-    ...dots.map(({ series, x, score }) => [series.label, formatEstimate(score, info), format(x)])]));
+    levelLines(near, null, margin.left, width - margin.right, up), names(placed, width, height, margin), placed.map((dot) => mark(dot, up, info, format)));
+  host.replaceChildren(heading, el('div', { class: 'plot' }, root), levelKey(levels, near, (value) => formatScore(value, info)), asTable(title, () => [['Method', 'Score', 'Cost'],
+    ...dots.map(({ series, x, score }) => [series.label, formatEstimate(score, info), format(x)]),
+    ...levels.map(({ label, value }) => [label, formatScore(value, info), '–'])]));
 }
 
 function mark({ series, x, score, left, top }, up, info, format) {
@@ -76,7 +78,8 @@ function names(placed, width, height, margin) {
   const taken = placed.map(({ left, top }) => box(left - 7, top - 6, 14, 12));
   const inside = (b) => b.x >= margin.left && b.right <= width && b.y >= 0 && b.bottom <= height - margin.bottom;
   return placed.toSorted((a, b) => a.top - b.top).map(({ series, left, top }) => {
-    const across = series.label.length * 6.3 + 4;
+    const label = cutText(series.label);
+    const across = label.length * 6.3 + 4;
     const places = Array.from({ length: 48 }, (_, i) => {
       const step = Math.ceil(Math.floor(i / 2) / 2) * (Math.floor(i / 2) % 2 ? 1 : -1);
       const gap = 11 + Math.min(2, Math.abs(step)) * 7;
@@ -88,6 +91,6 @@ function names(placed, width, height, margin) {
     const edge = left + (free.back ? -free.gap : free.gap);
     return svg('g', { class: 'name', 'data-series': series.label },
       free.middle === top ? null : svg('line', { x1: left, y1: top, x2: edge + (free.back ? 2 : -2), y2: free.middle }),
-      svg('text', { x: edge, y: free.middle, dy: '0.32em', 'text-anchor': free.back ? 'end' : 'start' }, series.label));
+      svg('text', { x: edge, y: free.middle, dy: '0.32em', 'text-anchor': free.back ? 'end' : 'start' }, label === series.label ? null : svg('title', {}, series.label), label));
   });
 }

@@ -46,6 +46,12 @@ function curve(series, pick) {
   return [...byRound].sort(([a], [b]) => a - b).map(([round, values]) => ({ x: round, ...estimate(values) }));
 }
 
+/* What no training gives, for the chosen clients: lines to see the curves against. */
+function references(data, metric, who) {
+  return data.baselines.map(({ label, scores }) => ({ label, value: ofClients(scores[metric], who, data.metrics[metric].higher_is_better) }))
+    .filter(({ value }) => value !== null);
+}
+
 /* A method's final score for each client, over seeds. */
 function finals(series, point, metric, clients) {
   return clients.map((_, k) => estimate(series.runs.map((run) => run.final[point]?.[metric]?.[k])));

@@ -10,7 +10,7 @@ from pf2lora.methods import group_of
 from pf2lora.run import numbers
 from pf2lora.run.estimates import Estimate, estimate, within_spread
 from pf2lora.run.result import Point, Result, SeedRun
-from pf2lora.run.verdicts import difference
+from pf2lora.run.verdicts import difference, uncertain
 from pf2lora.tasks.settings import Metric
 
 COLORS = 8  # --c0 … --c7 in report.css
@@ -174,6 +174,7 @@ def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
             "deploy": deploy,
             "worst": worst,
             "spread": numbers.score(total(spread), info),
+            "interval": interval(s, metric, point),
             "parameters": numbers.count(
                 total(s.cost("parameters", "common"), s.cost("parameters", "client"))
             ),
@@ -182,6 +183,17 @@ def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
         }
         for s, served, before, deploy, worst, spread in columns
     ]
+
+
+def interval(s: Series, metric: str, point: Point) -> str:
+    """Between which scores the mean lies, over other test rows and seeds; empty where nobody can say."""
+    found = uncertain(s.result, s.method, point) if metric == s.result.metric else None
+    if found is None or found.margin is None:
+        return ""
+    low, high = (
+        numbers.score(found.mean + sign * found.margin, s.result.metrics[metric]) for sign in (-1, 1)
+    )
+    return f"{low} to {high}"
 
 
 def decisive(series: list[Series]) -> Point:
@@ -324,6 +336,7 @@ def parts_present(runs: list[Result]) -> dict[str, bool]:
         "validation": any(client.validation for result in runs for client in result.clients),
         "ranks": any(entry.ranks for entry in rounds),
         "shares": any(entry.client_share or entry.second_order_share for entry in rounds),
+        "errors": len(runs) == 1 and any(seed.confusion for seed in seeds),
         "newcomers": len(runs) == 1 and bool(runs[0].newcomers),
         "examples": len(runs) == 1 and bool(runs[0].examples),
     }

@@ -10,12 +10,12 @@ from statistics import fmean
 
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
-from pf2lora.reproduce.grid import Search
 from pf2lora.reproduce.preset import Run
 from pf2lora.run import numbers
 from pf2lora.run.costs import BYTES_PER_NUMBER
 from pf2lora.run.estimates import Estimate, estimate
 from pf2lora.run.result import Point, Result, SeedRun
+from pf2lora.run.tries import Search
 
 
 @dataclass(frozen=True)

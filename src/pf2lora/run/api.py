@@ -1,26 +1,33 @@
-"""The package from Python: one call for what `pf2lora train` and `pf2lora compare` do."""
+"""The package from Python: one call for what `pf2lora train` and `pf2lora compare` do, and one for `pf2lora sweep`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pf2lora import folder_lock
 from pf2lora.atomic import write_json, write_text
 from pf2lora.core.method import Method
+from pf2lora.data import memory
+from pf2lora.data.memory import Tables
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import cards, checkpoints, comparison, folder, resuming, trackers
 from pf2lora.run import config as configs
+from pf2lora.run import sweep as sweeps
 from pf2lora.run.checkpoints import Checkpoints
 from pf2lora.run.comparison import Watcher, prepare
 from pf2lora.run.config import Config
 from pf2lora.run.events import Listener, Note, everybody
 from pf2lora.run.progress import shown
 from pf2lora.run.result import Result, RoundRecord
+from pf2lora.run.sweep import Sweep
 from pf2lora.run.trial import Outcome
+from pf2lora.run.tries import Try
 from pf2lora.run.workload import Workload
 from pf2lora.tasks import TASKS
 from pf2lora.tasks.settings import TaskSettings
@@ -31,7 +38,7 @@ MethodName = str | type[Method]
 def federate(
     *,
     model: str | Path,
-    clients: Sequence[str | Path] | str | Path = (),
+    clients: Any = (),
     method: MethodName | Sequence[MethodName] = "pf2lora",
     task: str | type[TaskSettings[Any]] = "classification",
     out: str | Path | None = None,
@@ -42,7 +49,11 @@ def federate(
     callbacks: Sequence[Listener] = (),
     **settings: Any,
 ) -> Result:
-    """Train `method` on `clients` (one file each) and return the result.
+    """Train `method` on `clients` and return the result.
+
+    `clients` are files, one each, or rows in memory: a table for each client, `{"north": rows, "south": rows}`, or one
+    table of all with `client_column`; a table is a list of dicts, a DataFrame or a `datasets.Dataset`. `test` and
+    `validation` take the same.
 
     `method` and `task` are names, `package.module:Class`, or classes of your own. `settings` are the command line's:
     `rounds=50`, `client_lr=0.03`, `text="review"`, `dataset="sst2"`, …; `methods` are those of single methods:
@@ -53,22 +64,84 @@ def federate(
     screen on a terminal, a line now and then elsewhere), "lines", "json" or "none"; each of `callbacks` is called with
     every event (docs/python.md).
     """
+    config, tables, folder = as_config("federate()", model, clients, method, task, out, methods, settings)
+    with shown(log) as listener:
+        tell = everybody(listener, *callbacks)
+        return run(config, folder, force=force, resume=resume, tell=tell, tables=tables)
+
+
+def sweep(
+    *,
+    model: str | Path,
+    over: Mapping[str, Sequence[Any]],
+    clients: Any = (),
+    method: MethodName | Sequence[MethodName] = "pf2lora",
+    task: str | type[TaskSettings[Any]] = "classification",
+    out: str | Path | None = None,
+    force: bool = False,
+    resume: bool = False,
+    together: bool | None = None,
+    methods: Mapping[str, Mapping[str, Any]] | None = None,
+    on_try: Callable[[str, Try, int, int], None] = lambda method, tried, number, of: None,
+    **settings: Any,
+) -> Sweep:
+    """Try every combination of the values that `over` names, `{"lr": [3e-4, 1e-3]}`, and choose by validation rows
+    alone (docs/rates.md). The other arguments are those of `federate`, for which the answer's `rates` are:
+    `federate(…, methods=found.rates)`. `on_try` is called with the method, each finished try, its number and that of
+    all. Without `out` nothing is kept.
+    """
+    config, tables, folder = as_config("sweep()", model, clients, method, task, out, methods, settings)
+    with nullcontext(folder) if folder is not None else TemporaryDirectory() as place:
+        return sweeps.sweep(
+            configs.with_found_model(config),
+            over,
+            Path(place) if folder is not None else Path(place) / "sweep",
+            force=force,
+            resume=resume,
+            together=together,
+            on_try=on_try,
+            tables=tables,
+        )
+
+
+def as_config(
+    where: str,
+    model: str | Path,
+    clients: Any,
+    method: MethodName | Sequence[MethodName],
+    task: str | type[TaskSettings[Any]],
+    out: str | Path | None,
+    methods: Mapping[str, Mapping[str, Any]] | None,
+    settings: Mapping[str, Any],
+) -> tuple[Config, Tables, Path | None]:
+    """What a call of `where` describes: the config, rows that are in memory, and the folder to write."""
     if out is not None and not str(out).strip():
-        raise UserError("federate(): out is empty: name the run folder, or leave it out")
-    files = [clients] if isinstance(clients, str | Path) else clients
+        raise UserError(f"{where}: out is empty: name the run folder, or leave it out")
+    tables, places = taken_apart({"clients": clients, **settings})
     asked = [method] if isinstance(method, str | type) else method
-    settings |= {
+    given = {
+        **settings,
         "model": str(model),
         "method": [METHODS.name_of(name) for name in asked],
         "task": TASKS.name_of(task),
-        "clients": [str(file) for file in files],
+        **places,
         "out": "" if out is None else str(out),
         "methods": methods or {},
     }
-    config = configs.from_settings(settings, "federate()")
-    with shown(log) as listener:
-        tell = everybody(listener, *callbacks)
-        return run(config, Path(out) if out is not None else None, force=force, resume=resume, tell=tell)
+    return configs.from_settings(given, where), tables, None if out is None else Path(out)
+
+
+def taken_apart(given: Mapping[str, Any]) -> tuple[Tables, dict[str, list[str]]]:
+    """Rows that are in memory, and what the config names: files, or where such rows are."""
+    tables, places = {}, {}
+    for part in memory.PARTS:
+        value = given.get(part)
+        if value is not None and memory.is_in_memory(value):
+            tables[part] = memory.read_tables(part, value)
+            places[part] = memory.named_places(tables[part])
+        elif value is not None:
+            places[part] = [str(file) for file in ([value] if isinstance(value, str | Path) else value)]
+    return tables, places
 
 
 class AllFailed(Diverged):
@@ -89,16 +162,20 @@ def run(
     resume: bool = False,
     tell: Listener = lambda event: None,
     workload: Workload | None = None,
+    tables: Tables | None = None,
 ) -> Result:
     """Run a config; with `out`, into a run folder, line by line as it happens, of which `tell` hears. Methods that fail
     are in the result's `failed`; where all do it is an error, `AllFailed`, once everything is written."""
     config = configs.with_found_model(config)
     if out is not None:
-        result = run_into(config, out, force=force, resume=resume, tell=tell, workload=workload)
+        result = run_into(
+            config, out, force=force, resume=resume, tell=tell, workload=workload, tables=tables
+        )
     elif resume:
         raise UserError("a run without a folder leaves nothing to go on from: give out beside resume")
     else:
         watcher = Watcher(on_note=lambda line: tell(Note(line)), tell=tell)
+        workload = workload or prepare(config, tables)
         result = comparison.compare(config, watcher, workload, go_on=not config.training.strict)
     if len(result.failed) == len(result.methods):
         raise AllFailed(result)
@@ -113,6 +190,7 @@ def run_into(
     resume: bool,
     tell: Listener,
     workload: Workload | None,
+    tables: Tables | None,
 ) -> Result:
     """Run a config into a run folder."""
     from pf2lora import report
@@ -127,7 +205,7 @@ def run_into(
     if not resume:
         folder.check_free(out, force=force)
     trackers.check(config.output.trackers)
-    workload = workload or prepare(config)
+    workload = workload or prepare(config, tables)
     again = resuming.command(config, out)
     keeper = Checkpoints(out / checkpoints.FOLDER, workload, out / "metrics.jsonl", on_note, again)
     with folder_lock.locked(out):

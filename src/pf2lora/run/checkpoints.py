@@ -138,7 +138,9 @@ class Checkpoints:
                 raise Damaged(f"{name} is not as it was written")
             content = json.loads(data)
             record = decode(SeedRun, content["record"], name)
-            shown = [[Example(p, tuple(r), o) for p, r, o in client] for client in content["examples"]]
+            shown = [
+                [Example(p, tuple(r), o, *at) for p, r, o, *at in client] for client in content["examples"]
+            ]
         except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError) as error:
             raise Damaged(f"{name} cannot be read ({error})") from None
         return Finished(record, shown)

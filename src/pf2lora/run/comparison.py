@@ -8,20 +8,23 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from pf2lora.data.memory import Tables
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
 from pf2lora.methods.own_size import AUTO, FIXED
 from pf2lora.run import trial as trials
+from pf2lora.run.baselines import baselines
 from pf2lora.run.checkpoints import Checkpoints, Finished
 from pf2lora.run.config import Config, to_dict
 from pf2lora.run.events import Event, Listener, MethodEnded, MethodStarted, RoundEnded, RunEnded, RunStarted
 from pf2lora.run.made_with import machine, versions
 from pf2lora.run.progress import shown
-from pf2lora.run.result import ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
+from pf2lora.run.result import Baseline, ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
 from pf2lora.run.resuming import out_of_memory
 from pf2lora.run.set_up import Trial, check_methods, method_settings, schedule_of, set_up
 from pf2lora.run.trial import Outcome
@@ -45,8 +48,9 @@ class Watcher:
             self.tell(event)
 
 
-def prepare(config: Config) -> Workload:
-    """Data, tokens and the frozen base model, and every method set up once: what is wrong is said before training."""
+def prepare(config: Config, tables: Tables | None = None) -> Workload:
+    """Data, tokens and the frozen base model, and every method set up once: what is wrong is said before training.
+    `tables` are rows in memory."""
     schedule_of(config, config.training.seed)
     check_validation(config)
     names = [METHODS[name].name for name in config.training.method]
@@ -56,7 +60,7 @@ def prepare(config: Config) -> Workload:
     for table in config.methods:
         if table not in (*METHODS, *config.training.method, *names):
             raise unknown("method in [methods]", table, [*METHODS, *names])
-    workload = load_workload(config)
+    workload = load_workload(config, tables=tables)
     check_methods(workload)
     return workload
 
@@ -99,6 +103,7 @@ def told_compare(
     told: set[str] = set()
     examples: dict[tuple[int, int], ExampleRecord] = {}
     tell_notes(workload, watcher, told)
+    references = baselines(workload)
     for asked in config.training.method:
         kind = METHODS[asked]
         methods[kind.name] = MethodResult(kind.label, [])
@@ -117,7 +122,7 @@ def told_compare(
             methods[kind.name] = replace(methods[kind.name], failed=reason)
             watcher.on_note(f"{kind.label} failed: {reason}")
         watcher.event(MethodEnded(kind.name, methods[kind.name].failed))
-        result = describe(workload, methods, list(examples.values()))
+        result = describe(workload, methods, list(examples.values()), references)
         watcher.on_result(result)
     watcher.event(RunEnded(result))
     return result
@@ -173,9 +178,9 @@ def add_examples(
 ) -> None:
     """A method's answers to a few rows of each client, beside those of the other methods."""
     for k, answered in enumerate(found.examples):
-        for i, example in enumerate(answered):
+        for example in answered:
             entry = ExampleRecord(workload.names[k], example.prompt, list(example.references), {})
-            examples.setdefault((k, i), entry).outputs[method] = example.output
+            examples.setdefault((k, example.row), entry).outputs[method] = example.output
 
 
 def run_seeds(
@@ -275,13 +280,32 @@ def told_round(
     watcher.event(RoundEnded(trial.method.name, seed, record))
 
 
-def describe(workload: Workload, methods: dict[str, MethodResult], examples: list[ExampleRecord]) -> Result:
+def titled(workload: Workload) -> str:
+    """The data in a few words: the data set's title or the files' folder, and how many clients there are."""
+    data, clients = workload.config.data, workload.clients
+    count = "1 client" if len(clients) == 1 else f"{len(clients)} clients"
+    known = workload.config.task.datasets.get(data.dataset or "")
+    folders = {Path(file).parent.resolve().name for file in data.clients}
+    source = known.title if known else Path(data.clients[0]).stem if len(data.clients) == 1 else ""
+    if len(data.clients) > 1 and len(folders) == 1:
+        source = folders.pop()
+    elif "*" in source:
+        source = Path(data.clients[0]).parent.resolve().name
+    return f"{source}, {count}" if source else count
+
+
+def describe(
+    workload: Workload,
+    methods: dict[str, MethodResult],
+    examples: list[ExampleRecord],
+    references: dict[str, Baseline] | None = None,
+) -> Result:
     """The result of these methods on the workload."""
     config, task = workload.config, workload.task
     names = [method.label for method in methods.values()]
     what = " and ".join(names) if len(names) < 3 else f"{len(names)} methods"
     return Result(
-        title=config.output.title or f"{what} on {len(workload.clients)} clients",
+        title=config.output.title or f"{what} on {titled(workload)}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         task=task.name,
         metric=next(iter(task.metrics)),
@@ -296,4 +320,6 @@ def describe(workload: Workload, methods: dict[str, MethodResult], examples: lis
         machine=machine(workload.device),
         methods=methods,
         examples=examples,
+        baselines=references or {},
+        labels=list(task.labels),
     )

@@ -137,11 +137,18 @@ class OutputSettings:
         "rounds between checkpoints (default: as often as costs 2% of the time; 0: only when interrupted)",
     )
     keep_checkpoints: int = setting(2, "checkpoints that are kept, the last ones, while a run goes on")
+    examples: int | None = setting(
+        None,
+        "test rows of each client whose texts are shown in result and report, in classification those that were wrong "
+        "(default: 3 questions or prompts, no text that is classified)",
+    )
 
     def __post_init__(self) -> None:
         require_positive(self, "keep_checkpoints")
         if self.checkpoint_every is not None:
             require_not_negative(self, "checkpoint_every")
+        if self.examples is not None:
+            require_not_negative(self, "examples")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pf2lora.core.method import Method, State, moved, over_tensors, put, take
 from pf2lora.engines.local import Round
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.engines.steps import local_steps, passes
+from pf2lora.run.config import TrainingSettings
 from pf2lora.run.evaluation import Models, finite, models_in_use
 from pf2lora.run.result import Choice
 from pf2lora.run.set_up import Trial
@@ -38,6 +39,12 @@ def candidate_names(method: Method | type[Method]) -> list[str]:
     """What a method's clients choose among after a round."""
     own = [COMMON] if method.two_level or method.adapts_before_use else []
     return [SERVED, *([BEFORE] if method.federated else []), *own]
+
+
+def rounds_alone(training: TrainingSettings) -> int:
+    """How many rounds' worth of steps a client may try alone in the end."""
+    steps = training.personal_steps
+    return PERSONAL_ROUNDS if steps is None else -(-steps // training.steps)
 
 
 class Deployment:
@@ -105,8 +112,7 @@ class Deployment:
         """Some steps alone from the last served models; each learner keeps the best of what it had on the way."""
         trial = self.trial
         state = done.served._replace(y=served.personal) if trial.method.resizes else done.served
-        steps = trial.workload.config.training.personal_steps
-        rounds = PERSONAL_ROUNDS if steps is None else -(-steps // trial.schedule.steps)
+        rounds = rounds_alone(trial.workload.config.training)
         if not trial.method.federated or rounds == 0:
             return None
         return self.try_steps(PERSONAL, done.number, alone(trial, state, done.number, rounds))

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from pf2lora.adapters.base_model import load_tokenizer
+from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.method import moved, take
 from pf2lora.data.client import Client
 from pf2lora.data.files import expand_paths
@@ -21,10 +25,10 @@ from pf2lora.run import costs
 from pf2lora.run.cadence import rounds_to_evaluate
 from pf2lora.run.comparison import check_validation
 from pf2lora.run.config import Config
-from pf2lora.run.deploy import candidate_names
+from pf2lora.run.deploy import candidate_names, rounds_alone
 from pf2lora.run.result import Parameters, SentBytes
-from pf2lora.run.set_up import Trial, schedule_of, set_up
-from pf2lora.run.workload import Workload, load_workload
+from pf2lora.run.set_up import Trial, adapter_spec, merging_method, method_table, schedule_of, set_up
+from pf2lora.run.workload import Workload, build_task, choose_device, load_base, load_workload
 
 TIMED_STEPS = 2  # after one that warms up
 TIMED_ROWS = 8  # of each client's test rows, answered once
@@ -54,26 +58,41 @@ class Plan:
     warnings: list[str]
 
 
-def problems(config: Config) -> Iterator[str]:
-    """Everything that would stop the run, not only the first: each file, each method and the settings by themselves."""
+def problems(config: Config, *others: Callable[[], Any]) -> Iterator[str]:
+    """Everything that would stop the run, not only the first: each file, each method, the model, the device and the
+    settings by themselves; `others` are a caller's own checks."""
     data = config.data
     checks: list[Callable[[], Any]] = [
         lambda: schedule_of(config, config.training.seed),
         lambda: check_validation(config),
         lambda: filled_in(config.task, data),
+        lambda: check_model(config.model.name),
+        lambda: choose_device(config.model.device),
+        *others,
     ]
+    for name in config.training.method:
+        checks.append(lambda name=name: method_table(config, name))  # type: ignore[misc]
+    if data.dataset is not None:
+        checks.append(lambda: load_clients(config.task, data, config.training.seed))
     for pattern in (*data.clients, *data.test, *data.validation):
         checks.append(lambda pattern=pattern: expand_paths([pattern]))  # type: ignore[misc]
         for path in _found(pattern):
             checks.append(lambda path=path: config.task.rows(config.task.read_records(path)))  # type: ignore[misc]
     found = list(dict.fromkeys(line for check in checks if (line := _problem(check))))
     yield from found
-    if found:
+    if found or data.dataset is not None:
         return
     # What no file has by itself: clients that do not fit together.
     line = _problem(lambda: load_clients(config.task, data, config.training.seed))
     if line:
         yield line
+
+
+def check_model(name: str) -> None:
+    """The model must be there, as far as its tokenizer tells."""
+    if not name:
+        raise UserError("no base model is named: --model takes a hub name or a folder")
+    load_tokenizer(name)
 
 
 def _found(pattern: str) -> list[Path]:
@@ -124,16 +143,35 @@ def method_plan(workload: Workload, name: str) -> MethodPlan:
     finally:
         trial.model.remove()
     times = len(rounds_to_evaluate(workload)) * len(candidate_names(trial.method))
+    alone = rounds_alone(training) if workload.validation is not None and trial.method.federated else 0
     share = training.participation
     return MethodPlan(
         METHODS[name].label,
         parameters,
         costs.sent_bytes(sent),
         step * share,
-        step * share * training.steps * training.rounds,
+        step * training.steps * (share * training.rounds + alone),
         evaluation * times,
         memory,
     )
+
+
+def sent_without_data(config: Config, labels: Sequence[str], clients: int) -> float:
+    """Bytes that a client sends in a round, the mean over the rounds, for one who has the model and sees no rows."""
+    (name,) = config.training.method
+    task = build_task(config, labels)
+    base = load_base(config, task, torch.device("cpu"))
+    model = TwoLevelModel(base, adapter_spec(config, name))
+    try:
+        method = merging_method(config, name, model.common_layout, clients)
+        first = method.init(*model.initial(config.training.seed, [str(k) for k in range(clients)]))
+        sent = costs.Sent()
+        for number in range(1, config.training.rounds + 1):
+            for numbers in method.sent_numbers(first, number):
+                sent.add(numbers, 0)
+    finally:
+        model.remove()
+    return costs.sent_bytes(sent).total
 
 
 def timed_steps(trial: Trial) -> float:
@@ -195,6 +233,13 @@ def data_warnings(clients: Sequence[Client[Any]], config: Config) -> list[str]:
         one = [c.name for c in clients if len({config.task.partition_key(row) for row in c.train}) == 1]
         if one:
             found.append(f"{_who(one)} training rows of one label only")
+    trained = {config.task.asked(row) for client in clients for row in (*client.train, *client.validation)}
+    again = sum(config.task.asked(row) in trained for client in clients for row in client.test)
+    if again:
+        rows = sum(len(client.test) for client in clients)
+        found.append(
+            f"{again} of {rows} test rows have a text that somebody trains on: their score tells what was remembered"
+        )
     holders: Counter[tuple[str, ...]] = Counter()
     for client in clients:
         holders.update({config.task.asked(row) for row in (*client.train, *client.validation)})

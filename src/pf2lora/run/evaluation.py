@@ -20,7 +20,9 @@ from pf2lora.run.validation import judge
 from pf2lora.tasks.base import Example
 from pf2lora.tasks.settings import Metric
 
-EXAMPLES = 3  # answers of each client that a report shows
+MOST_CONFUSIONS = (
+    100_000  # numbers of all clients' tables of labels; where there would be more, there is none
+)
 
 
 class Models(NamedTuple):
@@ -37,11 +39,13 @@ class Measured(NamedTuple):
     scores: dict[str, list[float | None]]
     examples: list[list[Example]]
     resampled: list[np.ndarray | None] = []  # noqa: RUF012  the headline on resampled test rows (times,), at the end
+    confusion: list[list[list[int]] | None] = []  # noqa: RUF012  by right label and answer, at the end
 
     def of(self, learners: slice) -> Measured:
         """The same for some learners alone."""
         scores = {metric: values[learners] for metric, values in self.scores.items()}
-        return Measured(scores, self.examples[learners], self.resampled[learners])
+        rest = self.resampled[learners], self.confusion[learners]
+        return Measured(scores, self.examples[learners], *rest)
 
     def uncertainty(self) -> Resampled | None:
         """What the test rows leave open of these learners' scores; None where they do not say."""
@@ -97,23 +101,26 @@ def models_in_use(trial: Trial, state: State, number: int, *, received: bool = T
 def measure(trial: Trial, models: Models, *, final: bool = False) -> Measured:
     """Every learner on its client's test data; `final` also does what is too costly for every round."""
     workload, task = trial.workload, trial.workload.task
+    final = final and trial.measured_fully
     whose = [*range(len(workload.clients))] * len(trial.seeds)
     answers = task.predict(trial.model, *models, workload.test.of(whose), final=final)
     rows = [workload.clients[k].test for k in whose]
     scores = task.score_clients(answers, rows)
-    shown = [
-        [task.example(a, row) for a, row in zip(found[:EXAMPLES], own)] for found, own in zip(answers, rows)
-    ]
-    resampled = []
+    resampled, confusion, most = [], list[list[list[int]] | None](), 0
     if final:
+        asked = workload.config.output.examples
+        most = task.shown_examples if asked is None else asked
+        if len(workload.clients) * len(task.labels) ** 2 <= MOST_CONFUSIONS:
+            confusion = [task.confusion(found, own) for found, own in zip(answers, rows)]
         for found, k in zip(answers, whose):
             client = workload.clients[k]
             draws = resampled_rows(client.name, len(client.test))
             resampled.append(task.resampled(found, client.test, draws))
     return Measured(
         {metric: [s.get(metric) for s in scores] for metric in task.metrics},
-        [[example for example in client if example is not None] for client in shown],
+        [task.examples(found, own, most) for found, own in zip(answers, rows)],
         resampled,
+        confusion,
     )
 
 

@@ -22,7 +22,7 @@ from pf2lora.run.evaluation import Measured, Models, evaluation_rounds, finite, 
 from pf2lora.run.progress import track
 from pf2lora.run.result import Choice
 from pf2lora.run.saved import LoadedRun
-from pf2lora.run.set_up import Trial, batch_source, method_settings
+from pf2lora.run.set_up import Trial, batch_source, method_settings, schedule_of
 from pf2lora.run.validation import sampled_judge
 from pf2lora.run.workload import SAMPLE, Workload, spread
 
@@ -55,7 +55,8 @@ class Joining:
         rounds = training.rounds if rounds is None else rounds
         self.run, self.kind = run, METHODS[run.saved.method]
         self.config = replace(run.config, training=replace(training, rounds=rounds))
-        self.schedule = Schedule(rounds, training.steps, seeds=(run.saved.seed,))
+        rates = schedule_of(self.config, run.saved.seed).rates
+        self.schedule = Schedule(rounds, training.steps, seeds=(run.saved.seed,), rates=rates)
         self.settings = method_settings(self.config, run.saved.method)
         self.client_lr = client_lr
         if client_lr is None:

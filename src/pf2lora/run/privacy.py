@@ -111,12 +111,18 @@ def check(config: Config, kind: type[Method], clients: int) -> None:
 def check_sent(method: Method) -> None:
     """Refuse a method that sends, or is answered, something else than whole entries of the common adapter: a client's
     update of that is what is cut, and all begin a round with the same."""
-    for number in (1, 2):  # odd and even rounds may differ
-        for part in (method.leaves(number), method.arrives(number)):
-            if any(method.layout.by_name.get(entry.name) != entry for entry in part.entries):
-                raise UserError(
-                    f"{method.name} has no differential privacy: something else than the common adapter is sent"
-                )
+    if not sends_the_adapter_alone(method):
+        raise UserError(
+            f"{method.name} has no differential privacy: something else than the common adapter is sent"
+        )
+
+
+def sends_the_adapter_alone(method: Method) -> bool:
+    """Whether all that is sent and answered are whole entries of the common adapter."""
+    parts = [
+        part for number in (1, 2) for part in (method.leaves(number), method.arrives(number))
+    ]  # odd and even
+    return all(method.layout.by_name.get(entry.name) == entry for part in parts for entry in part.entries)
 
 
 def mechanism(

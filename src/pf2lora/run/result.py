@@ -119,6 +119,8 @@ class SeedRun:
     warnings: list[str] = field(default_factory=list)
     privacy: PrivacySpent | None = None  # what the common adapter costs each client, where that is bounded
     resampled: dict[str, Resampled] = field(default_factory=dict)  # by point, where the metric can be
+    # By client: test rows by right label and by answer, of what it deploys; None: the task has no labels, or too many.
+    confusion: list[list[list[int]] | None] | None = None
 
     def at(self, point: Point) -> dict[str, OverClients] | None:
         """The final scores at a point of the round, or of what clients deploy."""
@@ -150,6 +152,14 @@ class ExampleRecord:
     prompt: str
     references: list[str]
     outputs: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What no training gives, by metric: the model at round 0, or an answer that looks at no text."""
+
+    label: str
+    scores: dict[str, OverClients]
 
 
 @dataclass(frozen=True)
@@ -204,6 +214,8 @@ class Result:
     methods: dict[str, MethodResult]
     examples: list[ExampleRecord] = field(default_factory=list)
     newcomers: list[NewcomerRecord] = field(default_factory=list)
+    baselines: dict[str, Baseline] = field(default_factory=dict)  # "untrained", "trivial"
+    labels: list[str] = field(default_factory=list)  # the rows and columns of "confusion"
     format: int = FORMAT
 
     # --- reading it -----------------------------------------------------------------------------------------

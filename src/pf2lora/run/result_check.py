@@ -26,7 +26,14 @@ def check(result: Result, where: str) -> None:
                 raise UserError(
                     f"{place}.served.{result.metric} is missing (docs/result.md describes the file)"
                 )
-            _check_lengths(run, len(result.clients), place)
+            _check_lengths(run, len(result.clients), len(result.labels), place)
+    for name, baseline in result.baselines.items():
+        for metric, table in baseline.scores.items():
+            if len(table.per_client) != len(result.clients):
+                raise UserError(
+                    f"{where}: baselines.{name}.scores.{metric}.per_client must be a list of {len(result.clients)}, "
+                    f"not of {len(table.per_client)}"
+                )
     _check_newcomers(result, where)
 
 
@@ -47,7 +54,7 @@ def _check_newcomers(result: Result, where: str) -> None:
             raise UserError(f"{place}.deploy.{result.metric} is missing (docs/result.md describes the file)")
 
 
-def _check_lengths(run: SeedRun, clients: int, place: str) -> None:
+def _check_lengths(run: SeedRun, clients: int, labels: int, place: str) -> None:
     def fits(values: Sequence[Any] | None, count: int, what: str) -> None:
         if values is not None and len(values) != count:
             raise UserError(f"{place}.{what} must be a list of {count}, not of {len(values)}")
@@ -62,6 +69,11 @@ def _check_lengths(run: SeedRun, clients: int, place: str) -> None:
         fits(resampled.per_client, clients, f"resampled.{point_name}.per_client")
         fits(resampled.means, TIMES, f"resampled.{point_name}.means")
     fits(run.choices, clients, "choices")
+    fits(run.confusion, clients, "confusion")
+    for k, rows in enumerate(run.confusion or []):
+        fits(rows, labels, f"confusion[{k}]")
+        for i, row in enumerate(rows or []):
+            fits(row, labels, f"confusion[{k}][{i}]")
     for i, record in enumerate(run.rounds):
         for what in ("train_loss", "validation_loss", "client_share", "second_order_share", "ranks"):
             fits(getattr(record, what), clients, f"rounds[{i}].{what}")

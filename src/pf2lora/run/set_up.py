@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ class Trial:
     source: EncodedSource
     state: State
     schedule: Schedule
+    measured_fully: bool = True  # at the end, with what is too costly for every round; not of a mere try
 
     @property
     def rates(self) -> Rates:
@@ -53,11 +55,13 @@ def set_up(
     *seeds: int,
     place: tuple[int, int] | None = None,
     compiled: bool = True,
+    own_rates: Sequence[Mapping[str, float]] = (),
 ) -> Trial:
     """The method called `name` on the workload, from its first state.
 
     `place` is the position of the workload's one client among all of them, and how many there are: a site of a
-    federation sees nobody else's data. `compiled` off leaves the model as it is, for a mere check.
+    federation sees nobody else's data. `compiled` off leaves the model as it is, for a mere check. `own_rates` are what
+    differs between federations side by side, one table for each of `seeds`, of which several may be the same then.
     """
     config, kind = workload.config, METHODS[name]
     model = TwoLevelModel(workload.base, adapter_spec(config, name))
@@ -84,7 +88,12 @@ def set_up(
             privacy.check_sent(method)
         # Noise protects from what a client sends, not from how others are judged by it.
         judged = private is None
-        schedule = replace(schedule_of(config, *seeds), privacy=private, compare_updates=judged)
+        schedule = replace(
+            schedule_of(config, *seeds),
+            privacy=private,
+            compare_updates=judged,
+            own_rates=tuple(own_rates),
+        )
         rows = workload.train.pooled() if kind.pooled else workload.train
         learners = len(participants(seeds[0], 1, len(workload.clients), schedule.participation))
         size = method.batch_size(config.training.batch_size, learners)

@@ -261,6 +261,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
             for point, measured in {**watched.last, "deploy": watched.deployed}.items()
             if point in POINTS and measured and (found := measured.of(own).uncertainty())
         },
+        confusion=(watched.deployed or watched.last[SERVED]).of(own).confusion or None,
         warnings=[
             *workload.notes,
             *workload.task.notes,

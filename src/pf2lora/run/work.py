@@ -7,7 +7,7 @@ import re
 from pf2lora.methods import METHODS
 from pf2lora.run.cadence import GRADIENT, learners_per_round, rounds_to_evaluate
 from pf2lora.run.config import Config
-from pf2lora.run.deploy import PERSONAL_ROUNDS, candidate_names
+from pf2lora.run.deploy import candidate_names, rounds_alone
 from pf2lora.run.events import Listener, Progress
 from pf2lora.run.workload import Workload
 
@@ -31,9 +31,7 @@ def work_of_rounds(workload: Workload, method: str) -> list[float]:
     for number in rounds_to_evaluate(workload):
         found[number - 1] += evaluated
     if validation:  # some more steps alone, and every candidate measured
-        steps = training.personal_steps
-        alone = PERSONAL_ROUNDS if steps is None else -(-steps // training.steps)
-        tried = alone * (trained + validation) if kind.federated else 0
+        tried = rounds_alone(training) * (trained + validation) if kind.federated else 0
         found[-1] += tried + (len(names) + 2 - points) * test
     return found
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from pf2lora.adapters.base_model import weights_digest
 from pf2lora.data.client import Client
 from pf2lora.data.loading import load_clients
+from pf2lora.data.memory import Tables
 from pf2lora.data.suspicions import few_rows
 from pf2lora.engines.batches import Encoded
 from pf2lora.errors import UserError
@@ -50,11 +51,12 @@ def load_workload(
     clients: Sequence[Client[Any]] | None = None,
     labels: Sequence[str] = (),
     metric: str | None = None,
+    tables: Tables | None = None,
 ) -> Workload:
     """Data, tokens and model that the config describes.
 
     `clients` are those that somebody has loaded already; `labels` and the headline `metric` those that were agreed on
-    beforehand.
+    beforehand; `tables` are rows in memory.
     """
     if not config.model.name:
         raise UserError("no base model is named: --model takes a hub name or a folder")
@@ -62,7 +64,8 @@ def load_workload(
     notes: list[str] = []
     agreed = list(labels) or None
     if clients is None:
-        clients = load_clients(config.task, config.data, config.training.seed, labels=agreed, notes=notes)
+        seed = config.training.seed
+        clients = load_clients(config.task, config.data, seed, labels=agreed, notes=notes, tables=tables)
     notes += few_rows(clients, config.training.batch_size)
     task = build_task(config, agreed or config.task.labels(clients), metric)
     task.clients_per_pass = config.training.clients_per_pass

@@ -34,6 +34,7 @@ class Example(NamedTuple):
     prompt: str
     references: tuple[str, ...]
     output: str
+    row: int = 0  # which of the client's test rows it is
 
 
 class Task(ABC, Generic[Row, Prediction]):
@@ -46,6 +47,8 @@ class Task(ABC, Generic[Row, Prediction]):
     tokenizer: PreTrainedTokenizerBase
     clients_per_pass: int | None = None  # answering in one pass; bounds memory, as in training
     evaluation_batch: int = 64  # rows of each client that are answered at once
+    shown_examples: ClassVar[int] = 3  # of each client, unless the run says how many
+    trivial_label: ClassVar[str] = ""
     writes: bool = False  # whether it has scores of what it writes, which are of a run's end alone
 
     @abstractmethod
@@ -139,6 +142,20 @@ class Task(ABC, Generic[Row, Prediction]):
 
     def example(self, prediction: Prediction, row: Row) -> Example | None:
         """A prediction to be read beside others, for the report; None where that would say nothing."""
+        return None
+
+    def examples(self, predictions: Sequence[Prediction], rows: Sequence[Row], most: int) -> list[Example]:
+        """Some of a client's answers to be read: the first rows', so that every method shows the same."""
+        found = (self.example(a, row) for a, row in zip(predictions[:most], rows))
+        return [example._replace(row=i) for i, example in enumerate(found) if example is not None]
+
+    def confusion(self, predictions: Sequence[Prediction], rows: Sequence[Row]) -> list[list[int]] | None:
+        """How many rows of each label got which label as an answer; None where answers are no labels."""
+        return None
+
+    def trivial(self, train: Sequence[Row], test: Sequence[Row]) -> Scores | None:
+        """The scores of the best answer that looks at no text, which `trivial_label` names; None where there is no
+        such answer."""
         return None
 
     @property

@@ -7,10 +7,12 @@ the controller ends the current job at a round's end, and `resumer.py` submits i
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,11 +27,14 @@ from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.executor import BODY
+from pf2lora.federation.protocol import approvals, audit
+from pf2lora.federation.protocol.agreement import DoesNotFit
+from pf2lora.federation.protocol.masked import ask
 from pf2lora.federation.protocol.messages import Malformed, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.run_status import ALIVE, SITES, Status, append_line, run_folder, write_status
-from pf2lora.federation.protocol.server import QuorumMissed, RoundRecord, ServerSession
-from pf2lora.federation.protocol.stopping import early_stop
+from pf2lora.federation.protocol.server import RoundRecord, ServerSession
+from pf2lora.federation.protocol.stopping import QuorumMissed, early_stop
 from pf2lora.run.evaluation import evaluation_rounds
 
 PERIOD = 0.05  # seconds between looks at the tasks
@@ -93,6 +98,8 @@ class FederationController(Controller):
                 return
             try:
                 self.note("running")
+                known = approvals.digest(json.loads(self.plan.to_json()))
+                audit.record(self.root, "run", job=self.status.job, run=self.plan.name, plan=known)
                 self.collect_hellos()
                 self.run_rounds()
             except UserError as error:
@@ -107,7 +114,8 @@ class FederationController(Controller):
     # --- who is there ---------------------------------------------------------------------------------------
 
     def collect_hellos(self) -> None:
-        """Every connected site says what it brings; what does not fit is named before the first round."""
+        """Every connected site says what it brings. One that does not fit, or cannot take part, is left out and named;
+        where no more sites fit together than do not, nobody can say who is right, and the run does not begin."""
         plan, known = self.plan, {c.name for c in self.fl_ctx.get_engine().get_clients()}
         connected = [s for s in plan.sites if s in known]
         append_line(
@@ -117,33 +125,44 @@ class FederationController(Controller):
         )
         timeout = max(LOADING, plan.deadline)
         answers = self.exchange("hello", dict.fromkeys(connected, self.session.hello()), timeout)
-        unreadable: dict[str, str] = {}
-        for site, data in answers.items():
-            why = self.admit(site, data, fatal=self.session.done == 0)
-            unreadable |= {site: why} if why else {}
+        misfits = []
+        for site in self.session.agreeing_first(answers):
+            try:
+                self.admit(site, answers[site])
+            except DoesNotFit as error:
+                misfits.append(error)
+        if self.session.done == 0 and len(misfits) >= max(1, len(self.present)):
+            raise misfits[0]
         for site in connected:
             if site not in answers:
                 self.drop(site, f"did not say hello within {timeout:g} s")
         if len(self.present) < plan.needed(len(plan.sites)):
-            missing = [s for s in plan.sites if s not in self.present and s not in unreadable]
-            raise QuorumMissed(self.session.done + 1, 0, len(plan.sites), plan, missing, unreadable)
+            left_out = self.status.left_out
+            missing = [s for s in plan.sites if s not in self.present and s not in left_out]
+            raise QuorumMissed(self.session.done + 1, 0, len(plan.sites), plan, missing, left_out)
 
-    def admit(self, site: str, data: object, fatal: bool) -> str | None:
-        """Take a site in by its hello. One that cannot be read leaves that site out, until it is started again; why is
-        returned. A site that does not fit the others is a UserError if `fatal`; else it is asked again."""
+    def admit(self, site: str, data: object) -> None:
+        """Take a site in by its hello. One that cannot be read leaves that site out, until it is started again; one
+        with a problem, or that does not fit the others (`DoesNotFit`), is asked again."""
         try:
             self.session.register(site, data)
             self.present = [s for s in self.plan.sites if s in {*self.present, site}]
+            self.status.left_out.pop(site, None)
         except Malformed as error:
-            why = f"its hello cannot be read ({error}); install the same version of pf2lora there"
-            append_line(self.folder, f"{site} is left out: {why}")
-            return why
+            self.leave_out(
+                site, f"its hello cannot be read ({error}); install the same version of pf2lora there"
+            )
         except UserError as error:
-            if fatal:
-                raise
-            append_line(self.folder, f"{error}; going on without {site}")
+            self.leave_out(site, str(error).removeprefix(f"{site} "))
             self.await_return(site)
-        return None
+            if isinstance(error, DoesNotFit):
+                raise
+
+    def leave_out(self, site: str, why: str) -> None:
+        """Say, once, why a site takes no part."""
+        if self.status.left_out.get(site) != why:
+            append_line(self.folder, f"{site} is left out: {why}")
+        self.status.left_out[site] = why
 
     def drop(self, site: str, why: str) -> None:
         """Later rounds do not wait for the site; a standing hello finds out when it is back."""
@@ -165,7 +184,8 @@ class FederationController(Controller):
             returned, self.returned = dict(self.returned), {}
         for site, data in returned.items():
             self.awaited.discard(site)
-            self.admit(site, data, fatal=False)
+            with suppress(DoesNotFit):
+                self.admit(site, data)
             if site in self.present:
                 append_line(self.folder, f"{site} is back")
         for site in self.plan.sites:
@@ -191,8 +211,8 @@ class FederationController(Controller):
                 self.note("continue")
                 return
             began = time.perf_counter()
-            requests = session.requests(self.present, measured)
-            answers = self.exchange("round", requests, self.plan.deadline)
+            exchange = partial(self.exchange, timeout=self.plan.deadline)
+            answers, summed = ask(session, self.present, measured, exchange)
             if self.abort.triggered:
                 return
             missing = [s for s in session.chosen(session.done + 1) if s not in answers]
@@ -201,7 +221,7 @@ class FederationController(Controller):
                     self.drop(
                         site, f"did not answer round {session.done + 1} within {self.plan.deadline:g} s"
                     )
-            record = session.finish_round(answers, time.perf_counter() - began, missing)
+            record = session.finish_round(answers, time.perf_counter() - began, missing, summed)
             self.report(record)
         answers = self.exchange("finish", session.finish_requests(self.present), self.plan.final_deadline)
         if self.abort.triggered:
@@ -223,6 +243,8 @@ class FederationController(Controller):
         for site in record["stopped"]:  # it has stopped, and returns when it is started again
             self.present = [s for s in self.present if s != site]
         answered = ", ".join(record["answered"])
+        told = {key: record[key] for key in ("round", "answered", "missing", "refused")}
+        audit.record(self.root, "round", job=self.status.job, run=self.plan.name, **told)
         append_line(
             self.folder,
             f"round {record['round']} of {self.plan.run.training.rounds}: {len(record['answered'])} answered "
@@ -236,6 +258,8 @@ class FederationController(Controller):
         self.status.round, self.status.present = self.session.done, list(self.present)
         self.status.deadline, self.status.quorum = self.plan.deadline, self.plan.quorum
         write_status(self.folder, self.status)
+        if state != "running":
+            audit.record(self.root, state, job=self.status.job, run=self.plan.name, line=line)
 
     # --- messages over FLARE --------------------------------------------------------------------------------
 

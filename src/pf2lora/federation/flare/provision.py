@@ -15,6 +15,7 @@ from typing import Any
 from pf2lora import atomic
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
+from pf2lora.federation.flare.kit_texts import write_texts
 from pf2lora.federation.protocol.names import check_name, check_sites
 from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, to_toml
 from pf2lora.run.config import read_toml
@@ -82,6 +83,8 @@ def provision(project: Project, out: Path) -> dict[str, Path]:
     harden_server(kits["server"])
     for site in project.sites:
         harden_site(kits[site])
+    for kit in kits.values():
+        write_texts(kit)
     for path in out.rglob("*"):
         if path.is_dir():
             path.chmod(0o700)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,34 +14,54 @@ from pf2lora.errors import UserError
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.parsing import read_text
 
+MUST_AGREE = (
+    "version",
+    "engine",
+    "model",
+    "labels",
+    "label_count",
+    "layout",
+)  # of what sites say of themselves
 # Between a run's beginning and its resumption.
 MAY_CHANGE = ("deadline", "final_deadline", "quorum", "norm_limit", "rounds", "patience")
 
 
+class DoesNotFit(UserError):
+    """A site that has something else than the others."""
+
+
 def check_fits(site: str, facts: Mapping[str, Any], other: str, theirs: Mapping[str, Any]) -> None:
-    """A UserError where two sites do not agree on what makes an average of their adapters meaningful."""
+    """`DoesNotFit` where two sites do not agree on what makes an average of their adapters meaningful."""
     if facts["version"] != theirs["version"]:
-        raise UserError(
+        raise DoesNotFit(
             f"{site} runs pf2lora {facts['version']}, {other} {theirs['version']}: install the same version everywhere"
         )
     if facts["engine"] != theirs["engine"]:
-        raise UserError(
+        raise DoesNotFit(
             f"{site} runs nvflare {facts['engine']}, {other} {theirs['engine']}: install the same version"
         )
     if facts["model"] != theirs["model"]:
-        raise UserError(
+        raise DoesNotFit(
             f"{site} has another base model than {other} (the digests of config and weights differ): give {site} a "
             f"copy of the same model folder"
         )
     if (facts["labels"], facts["label_count"]) != (theirs["labels"], theirs["label_count"]):
-        raise UserError(
+        raise DoesNotFit(
             f"{site} has other labels than {other} ({facts['label_count']} and {theirs['label_count']}): name all "
             f"labels in the run's `labels`"
         )
     if facts["layout"] != theirs["layout"]:
-        raise UserError(
+        raise DoesNotFit(
             f"{site}'s common adapter has other layers or shapes than {other}'s: use the same model"
         )
+
+
+def agreeing_first(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The sites, those before all others of which the most have the same: one that is alone with what it has should not
+    be the measure of the rest."""
+    alike = {site: tuple(json.dumps(told.get(key)) for key in MUST_AGREE) for site, told in facts.items()}
+    votes = Counter(alike.values())
+    return sorted(facts, key=lambda site: -votes[alike[site]])
 
 
 def keep_plan(plan: Plan, file: Path) -> None:

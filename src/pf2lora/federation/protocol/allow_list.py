@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pf2lora.core.method import Method
+from pf2lora.federation.protocol import masked_fields
 from pf2lora.federation.protocol.messages import (
     Malformed,
     Message,
@@ -93,14 +94,17 @@ TAKE_BACK: Checks = {"take_back": is_positive}  # the round whose update was ref
 MEASURE_SERVED: Checks = {"measure_served": is_true, **TAKE_BACK}
 REQUESTS = {
     "hello": Declared(ROUND),
-    "train": Declared(ROUND, {**MEASURE_SERVED, "measure_before": is_true}, tensors=True),
+    "train": Declared(
+        ROUND, {**MEASURE_SERVED, "measure_before": is_true, "shares": masked_fields.is_sealed}, tensors=True
+    ),
     "measure": Declared(ROUND, MEASURE_SERVED, tensors=True),
     "finish": Declared(ROUND, TAKE_BACK, tensors=True),
+    **{kind: Declared({**ROUND, **fields}) for kind, fields in masked_fields.REQUESTS.items()},
 }
 """What the server sends. Whether its tensors are the common adapter is checked in the site's session."""
 
 PROBLEM = Declared({**ROUND, "code": is_problem}, {"limit": is_limit, "allows": is_number})
-ANSWERS: tuple[str, ...] = ("hello", "update", "scores", "problem")
+ANSWERS: tuple[str, ...] = ("hello", "update", "scores", "problem", *masked_fields.ANSWERS)
 """The kinds of what a site sends."""
 
 
@@ -117,7 +121,8 @@ class AllowList:
 
     Without a `method` any possible description of an adapter may come in a hello, and no adapter. Without `metrics`
     any name of a metric will do: the server does not know which the task has. In a `private` run an update and the
-    steps of its round leave, and no figure that rows were counted or measured for.
+    steps of its round leave, and no figure that rows were counted or measured for. In a `masked` run an update is of
+    whole numbers, and keys and shares of masks leave.
     """
 
     def __init__(
@@ -127,19 +132,26 @@ class AllowList:
         dtype: torch.dtype,
         *,
         private: bool = False,
+        masked: bool = False,
     ) -> None:
-        self.method, self.metrics, self.dtype, self.private = method, metrics, dtype, private
+        self.method, self.metrics, self.private, self.masked = method, metrics, private, masked
+        self.dtype = torch.int64 if masked else dtype
         self.entries = None if method is None else describe(method.layout)
         self.declared = self.answers()
+        if masked:
+            own = masked_fields.ANSWERS.items()
+            self.declared |= {kind: Declared({**ROUND, **fields}) for kind, fields in own}
 
     def check(self, data: object, kinds: Collection[str] = ANSWERS) -> Message:
         """The message in `data`, which must be of one of `kinds` and as declared; else `Malformed`."""
         message = decode(data)
-        check_declared(message, {kind: self.declared[kind] for kind in kinds})
+        check_declared(message, {kind: self.declared[kind] for kind in kinds if kind in self.declared})
         if message.tensors:  # the method "local" sends none
             if self.method is None:
                 raise Malformed("an adapter before it was agreed what it looks like")
-            check_tensors(self.method.leaves(message.round), message.tensors, self.dtype)
+            truncated = type(self.method).ranks_of is not Method.ranks_of
+            leaves = self.method.leaves(message.round)
+            check_tensors(leaves, message.tensors, self.dtype, truncated=truncated)
         return message
 
     def answers(self) -> dict[str, Declared]:

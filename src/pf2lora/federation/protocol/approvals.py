@@ -22,7 +22,12 @@ from pf2lora.parsing import read_json
 from pf2lora.run.decode import decode
 
 FOLDER = "approvals"
-OF_THE_SERVER = ("deadline", "quorum", "norm_limit")  # what may change without a person's being asked again
+OF_THE_SERVER = (
+    "deadline",
+    "final_deadline",
+    "quorum",
+    "norm_limit",
+)  # what may change without a person's being asked again
 
 
 @dataclass(frozen=True)

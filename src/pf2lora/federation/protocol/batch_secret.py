@@ -18,9 +18,10 @@ from pf2lora.federation.protocol.checkpoints import StateFolderError, writing
 FILE = "batch-secret"
 
 
-def private_seed(seed: int, state: Path) -> int:
-    """The seed of a run's batches and dropout at the site whose state folder this is."""
-    return stream_seed(seed, "site", read_secret(state))
+def private_seed(seed: int, run: str, state: Path) -> int:
+    """The seed of a run's batches and dropout at the site whose state folder this is. Two runs differ: what the sums of
+    two alike, of which one is without a site, differed by would else be that site's update."""
+    return stream_seed(seed, "site", run, read_secret(state))
 
 
 def read_secret(state: Path) -> str:

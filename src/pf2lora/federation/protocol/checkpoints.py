@@ -1,14 +1,17 @@
 """What a site keeps between rounds, on its own disk: its adapters and the optimizer state, and its best model so far.
 
 The last rounds are kept, not only the newest: after a crash the server may be a round behind, and the site then
-goes back to the state it had when that round began.
+goes back to the state it had when that round began. A server that is further behind was restored from a backup: where
+the site cannot go back that far it refuses, and what it has done since is never lost.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +26,13 @@ from pf2lora.errors import UserError
 from pf2lora.folder_lock import Busy, acquire
 from pf2lora.parsing import read_tensors
 
+logger = logging.getLogger("pf2lora")
+
 KEPT = 3  # rounds
+ASIDE, KEEP_NEWEST = (
+    "aside",
+    "keep-newest",
+)  # a folder of states of rounds that the server lost; a file that says go on
 STATE, BEST = "round", "best"  # the two kinds of file: the state after a round, the best model up to it
 
 
@@ -95,10 +104,45 @@ class CheckpointFolder:
         tensors |= {} if saved.unpruned is None else {"unpruned": saved.unpruned}
         self.write(STATE, saved.round, tensors, {"steps": str(saved.steps), "largest": saved.largest.hex()})
 
-    def newest_before(self, number: int, initial: State) -> Checkpoint:
-        """The state with which round `number` begins."""
-        found = self.newest(STATE, number)
+    def newest_before(self, number: int, initial: State, steps: int = 0) -> Checkpoint:
+        """The state with which round `number` begins; a round has so many local `steps`. A StateFolderError where the
+        server is further behind than states are kept, unless the site chose to go on (`keep_newest`)."""
+        found, later = self.newest(STATE, number), [r for r in self.rounds() if r >= number]
+        if not later or later[-1] == number:  # the server lost the round, at most, in which it crashed
+            return Checkpoint(0, 0, initial) if found is None else self.load(found, initial)
+        newest, choice = self.load(later[-1], initial), self.folder / KEEP_NEWEST
+        if choice.exists():
+            self.set_aside(number)
+            self.save(newest._replace(round=number - 1))
+            choice.unlink()
+            return newest._replace(round=number - 1)
+        if found is None and self.load(later[0], initial).steps > steps:
+            raise StateFolderError(
+                f"the server asks for round {number}, and this site has done round {later[-1]}: the server was "
+                f"restored from an older backup, and no state before round {number} is kept. Nothing was changed. To "
+                f"go on with that of round {later[-1]}: `pf2lora federation keep-newest KIT {self.run}`, then join",
+                "ahead",
+            )
+        self.set_aside(number)
         return Checkpoint(0, 0, initial) if found is None else self.load(found, initial)
+
+    def keep_newest(self) -> int:
+        """Have the site go on with its newest state, whatever round the server asks for; the round that it is of."""
+        if not self.rounds():
+            raise UserError(f"{self.folder} has no state of the run {self.run!r}")
+        with writing(self.folder):
+            atomic.write_text(self.folder / KEEP_NEWEST, "")
+        return self.rounds()[-1]
+
+    def set_aside(self, number: int) -> None:
+        """Keep what was done from round `number` on, which the server knows nothing of, where nothing looks for it."""
+        place = self.folder / ASIDE / f"{time.time_ns()}"
+        with writing(self.folder):
+            place.mkdir(parents=True)
+            for kind in (STATE, BEST):
+                for later in [r for r in self.rounds(kind) if r >= number]:
+                    self.path(kind, later).rename(place / self.path(kind, later).name)
+        logger.warning("the server is behind: what this site did from round %d on is in %s", number, place)
 
     def load(self, number: int, like: State) -> Checkpoint:
         """The state after round `number`, on the device of `like`, whose shapes it must have; a StateFolderError if it
@@ -154,10 +198,8 @@ class CheckpointFolder:
         return tensors, header
 
     def newest(self, kind: str, number: int) -> int | None:
-        """The last round before `number` that has a file; later ones, of rounds that the server lost, are dropped."""
-        for later in [r for r in self.rounds(kind) if r >= number]:
-            self.path(kind, later).unlink(missing_ok=True)
-        return max(self.rounds(kind), default=None)
+        """The last round before `number` that has a file; later ones are of rounds that the server lost."""
+        return max((r for r in self.rounds(kind) if r < number), default=None)
 
     def rounds(self, kind: str = STATE) -> list[int]:
         """The rounds that have a file, oldest first."""

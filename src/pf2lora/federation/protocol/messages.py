@@ -97,15 +97,15 @@ def cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor[tuple(slice(size) for size in shape)]
 
 
-def to_flat(layout: Layout, tensors: Mapping[str, Tensor]) -> Tensor:
+def to_flat(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
     """Named tensors as `(n,)`, laid out as `layout`; what was truncated is zero again."""
-    flat = torch.zeros(layout.size)
+    flat = torch.zeros(layout.size, dtype=dtype)
     for entry in layout.entries:
         if entry.name not in tensors:
             continue
         start, sent = layout.offsets[entry.name], tensors[entry.name]
         whole = flat[start : start + entry.size].view(entry.shape)
-        cut(whole, tuple(sent.shape))[...] = sent.float()
+        cut(whole, tuple(sent.shape))[...] = sent.to(dtype)
     return flat
 
 
@@ -119,9 +119,11 @@ def rank_of(layout: Layout, tensors: Mapping[str, Tensor]) -> int | None:
     return None
 
 
-def check_tensors(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """`Malformed` unless these are exactly the entries of `layout`, in their shapes (all truncated to one rank) and in
-    `dtype`."""
+def check_tensors(
+    layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, truncated: bool = True
+) -> None:
+    """`Malformed` unless these are exactly the entries of `layout`, in their shapes and in `dtype`; all of them may be
+    `truncated` to one rank where the method does that."""
     expected = layout.by_name
     for name in tensors:
         if name not in expected:
@@ -129,7 +131,7 @@ def check_tensors(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dt
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise Malformed(f"the tensor {missing[0]!r} is missing")
-    rank = rank_of(layout, tensors)
+    rank = rank_of(layout, tensors) if truncated else None
     if rank == 0:
         raise Malformed("the common adapter is truncated to nothing")
     for name, entry in expected.items():

@@ -143,7 +143,7 @@ def sent_bytes(plan: Plan, session: ServerSession) -> SentBytes:
     """What a site sends up in a round, the mean over rounds and sites, from the ranks of their last updates."""
     if session.common is None:
         return SentBytes(0, 0)
-    size, method = session.dtype.itemsize, session.known_method
+    size, method = session.allow_list(None).dtype.itemsize, session.known_method
     sent = [e for number in range(1, session.done + 1) for e in method.leaves(number).entries]
     ranks = [session.ranks.get(site) for site in plan.sites]
     each = [sum(e.truncated_size(rank) for e in sent if e.kind != "head") for rank in ranks]

@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, unknown
 from pf2lora.federation.protocol.names import check_name, check_sites
 from pf2lora.methods import METHODS
 from pf2lora.parsing import json_value, refuse
 from pf2lora.run.config import Config, from_dict, to_dict
 from pf2lora.run.decode import decode
 from pf2lora.settings import column_settings
+
+MERGES = ("mean", "median", "trimmed")
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,9 @@ class Plan:
 
     `metric` is the headline where the lead's data set is known by one; for generated text it says which scores there
     are. `deadline` is in seconds per round, `final_deadline` for the scores at the end; `quorum` the fraction of a
-    round's sites that must answer in time; `norm_limit` how many times the median an update's norm may be; `wire` the
-    precision in which the common adapter travels.
+    round's sites that must answer in time; `norm_limit` how many times the median an update's norm, or its change's,
+    may be; `wire` the precision in which the common adapter travels; `merge` how updates become one. In a `masked` run
+    the server sees only the sum of a round's updates.
     """
 
     name: str
@@ -38,6 +41,8 @@ class Plan:
     quorum: float = 0.5
     norm_limit: float = 10.0
     wire: str = "float32"
+    masked: bool = False
+    merge: str = "mean"
 
     def __post_init__(self) -> None:
         check_name("run", self.name)
@@ -67,6 +72,44 @@ class Plan:
         if METHODS[self.method].pooled:
             raise UserError(
                 f"{self.method} pools everybody's data: it is no federation; run it with `pf2lora train`"
+            )
+        if self.merge not in MERGES:
+            raise unknown("merge", self.merge, MERGES)
+        if self.merge != "mean":
+            self.check_robust()
+        if self.masked:
+            self.check_masked()
+
+    def check_robust(self) -> None:
+        """A UserError where the mean cannot be replaced by a merge that is robust."""
+        kind, what = METHODS[self.method], f"merge is {self.merge!r}"
+        if self.masked:
+            raise UserError(f"{what}: of a masked round the server knows the sum alone, which gives the mean")
+        if self.run.privacy.on:
+            raise UserError(f"{what}: differential privacy puts its noise on the mean, so it must be 'mean'")
+        if self.run.training.weighting != "uniform":
+            raise UserError(f"{what}: it has every site once, so weighting must be 'uniform'")
+        if kind.not_private or not kind.federated:
+            raise UserError(f"{what}: the server of {self.method} does not average what sites send")
+
+    def check_masked(self) -> None:
+        """A UserError where a sum of updates is not all that the run needs."""
+        kind = METHODS[self.method]
+        if not kind.federated:
+            raise UserError(f"{self.method} sends nothing: there is nothing to mask")
+        if kind.not_private:
+            raise UserError(
+                f"{self.method}'s updates cannot be masked: its server needs more than their sum ({kind.not_private})"
+            )
+        if self.wire != "float32":
+            raise UserError(
+                f"wire is {self.wire!r}: masked updates travel as whole numbers of 64 bits, leave it out"
+            )
+        if self.run.training.weighting != "uniform":
+            raise UserError("weighting is 'size': a masked sum has every site once, so it must be 'uniform'")
+        if len(self.sites) < 3:
+            raise UserError(
+                f"a masked run has 3 sites or more, not {len(self.sites)}: of two, each knows the other's part"
             )
 
     @classmethod

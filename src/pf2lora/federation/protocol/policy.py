@@ -49,6 +49,8 @@ class Policy:
     models: tuple[str, ...] = setting(
         (), "the base models that may be trained on its rows, by their digest or as site.toml names them"
     )
+    masked: bool = setting(False, "only runs whose updates are masked: the server sees their sum alone")
+    min_sites: int = setting(3, "in a masked run: fewest sites whose sum the server may see")
     approve: bool = setting(False, "a person must approve each run: `pf2lora federation approve`")
     public_batch_order: bool = setting(
         False,
@@ -58,6 +60,8 @@ class Policy:
     def __post_init__(self) -> None:
         require_positive(self, "min_batch_size", "min_steps", "min_rows", "max_rounds", "max_epsilon")
         require_not_negative(self, "max_runs")
+        if self.min_sites < 2:
+            raise UserError(f"min_sites is {self.min_sites}; a sum of fewer than 2 hides nothing")
         for name in self.methods:
             METHODS.check(name)
         for name in self.tasks:
@@ -126,11 +130,13 @@ def to_toml(policy: Policy) -> str:
 def check_plan(policy: Policy, plan: Plan, runs: int) -> None:
     """`PolicyBroken` where the plan asks for more than the policy allows; the site has a state of `runs` others."""
     values = asked(plan)
-    for name in ("min_batch_size", "min_steps", "min_rows"):
+    for name in ("min_batch_size", "min_steps", "min_rows", *(("min_sites",) if plan.masked else ())):
         if values[name] < getattr(policy, name):
             raise PolicyBroken(plan, name, getattr(policy, name))
     if values["max_rounds"] > policy.max_rounds:
         raise PolicyBroken(plan, "max_rounds", policy.max_rounds)
+    if policy.masked and not plan.masked:
+        raise PolicyBroken(plan, "masked")
     if runs >= policy.max_runs:
         raise PolicyBroken(plan, "max_runs", policy.max_runs)
     for name, value in (("tasks", plan.run.task.name), ("methods", plan.method)):
@@ -144,7 +150,9 @@ def check_plan(policy: Policy, plan: Plan, runs: int) -> None:
 
 def asked(plan: Plan) -> Mapping[str, int]:
     """What the plan asks for, by the limit on it."""
-    from pf2lora.run.set_up import method_settings  # with torch, which a site's main process does without
+    # With torch, which a site's main process does without.
+    from pf2lora.core.randomness import participants
+    from pf2lora.run.set_up import method_settings
 
     training = plan.run.training
     second = method_settings(plan.run, plan.method).get("zeta_size")
@@ -153,6 +161,7 @@ def asked(plan: Plan) -> Mapping[str, int]:
         "min_steps": training.steps,
         "min_rows": training.steps * training.batch_size,
         "max_rounds": training.rounds,
+        "min_sites": len(participants(training.seed, 1, len(plan.sites), training.participation)),
     }
 
 
@@ -169,6 +178,8 @@ def refusal(plan: Plan, limit: str, allows: float | None = None) -> str:
     match limit:
         case "approve":
             return "a person there must approve the run first (`pf2lora federation approve` at the site)"
+        case "masked":
+            return "its policy allows masked runs alone (--masked)"
         case "models":
             return "its policy does not allow its base model"
         case "tasks":
@@ -189,6 +200,7 @@ def refusal(plan: Plan, limit: str, allows: float | None = None) -> str:
         "min_steps": "steps a round",
         "min_rows": "steps × batch_size",
         "max_rounds": "rounds",
+        "min_sites": "sites a round",
     }
     return (
         f"{is_}, and the run's {what[limit]} {'are' if limit != 'min_batch_size' else 'is'} {values[limit]}"

@@ -31,13 +31,24 @@ def noisy(
     number: int,
 ) -> Updates:
     """What the method gets to merge after round `number`: one row, the last answer's part that the round's `updates (K,
-    n)` move (nothing is known of it before the first) and their noisy mean."""
-    base = torch.zeros(updates.shape[1], dtype=torch.float64)
+    n)` move and their noisy mean."""
+    mean = how.mean_update(updates, expected, seed, number)
+    return one_row(last_answer(method, before, number) + mean, number)
+
+
+def last_answer(method: Method, before: Tensor | None, number: int) -> Tensor:
+    """Of the last answer what round `number` moves, `(n,)` in float64; nothing is known of it before the first."""
+    leaves = method.leaves(number)
+    base = torch.zeros(leaves.size, dtype=torch.float64)
     if before is not None:
-        last, leaves = method.arrives(number - 1), method.leaves(number)
+        last = method.arrives(number - 1)
         for entry in leaves.entries:
             if entry.name in last.offsets:
                 to, at = leaves.offsets[entry.name], last.offsets[entry.name]
                 base[to : to + entry.size] = before[at : at + entry.size].double()
-    row = base + how.mean_update(updates, expected, seed, number)
-    return Updates(row.to(updates).unsqueeze(0), torch.ones(1, dtype=torch.float64), (), number)
+    return base
+
+
+def one_row(mean: Tensor, number: int) -> Updates:
+    """A mean as what a method merges, of which nobody knows the parts."""
+    return Updates(mean.float().unsqueeze(0), torch.ones(1, dtype=torch.float64), (), number)

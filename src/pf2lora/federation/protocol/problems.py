@@ -17,18 +17,21 @@ PROBLEMS = {
     "unwritable": "its state folder cannot be written",
     "busy": "its state folder is in use by another process",
     "state": "its saved state cannot be used",
+    "ahead": "it has done later rounds than the server knows of: was the server restored from an older backup?",
     "loss": "its loss stopped being a number; a smaller lr or client_lr usually helps",
     "update": "its update is many times larger than any before; a smaller lr or client_lr usually helps",
     "data": "its data or model could not be loaded",
     "labels": "its data has labels, or questions without an answer, that the run's --labels do not name",
     "policy": "its own policy.toml does not allow the run",
+    "masks": "it refused the round's masks or has lost them",
+    "summed": "it has given its shares of this round already",
     "message": "it cannot use the server's message; is the same version of pf2lora installed there?",
     "refused": "its own allow-list refused the message: nothing was sent",
     "failed": "it failed",
 }
 """Each code with what it means to the others."""
 
-OF_A_ROUND = ("loss", "update", "refused")
+OF_A_ROUND = ("loss", "update", "masks", "summed", "refused")
 """Problems of one round: the site is left out of it and takes part in the next. With others it has stopped."""
 
 

@@ -27,6 +27,7 @@ class Status:
     job: str = ""
     line: str = ""
     present: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)  # by its hello, with the reason
     deadline: float = 0.0
     quorum: float = 0.0
     time: float = 0.0

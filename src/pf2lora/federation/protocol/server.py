@@ -17,10 +17,11 @@ from pf2lora.core.randomness import participants
 from pf2lora.engines.bad_clients import check_enough
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
-from pf2lora.federation.protocol import private, server_checkpoint
-from pf2lora.federation.protocol.agreement import check_fits, keep_plan
+from pf2lora.federation.protocol import private, robust, server_checkpoint
+from pf2lora.federation.protocol.agreement import agreeing_first, check_fits, keep_plan
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.checkpoints import restored, writing
+from pf2lora.federation.protocol.masked import Summed, check_maskable, lost_sum, merge_sum
 from pf2lora.federation.protocol.messages import (
     Malformed,
     Message,
@@ -34,7 +35,8 @@ from pf2lora.federation.protocol.messages import (
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import OF_A_ROUND, told
 from pf2lora.federation.protocol.server_checkpoint import Knowledge
-from pf2lora.federation.protocol.stopping import out_of_patience
+from pf2lora.federation.protocol.stopping import QuorumMissed, out_of_patience
+from pf2lora.federation.protocol.update_checks import bounded, check_rows, odd_updates, starts
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
 from pf2lora.run.set_up import merging_method
@@ -78,6 +80,16 @@ class ServerSession:
 
     # --- who is there ---------------------------------------------------------------------------------------
 
+    def agreeing_first(self, answers: Mapping[str, object]) -> list[str]:
+        """Who answered a hello, those first of which the most have the same; unreadable answers say nothing."""
+        facts: dict[str, Mapping[str, Any]] = {}
+        for site, data in answers.items():
+            try:
+                facts[site] = self.allow_list(None).check(data, ("hello",)).fields
+            except Malformed:
+                continue
+        return [*agreeing_first(facts), *(site for site in answers if site not in facts)]
+
     def register(self, site: str, data: object) -> None:
         """Take a site's answer to a hello. `Malformed` if it is none; a UserError that names the site and the remedy
         if the site has a problem, or does not fit the others."""
@@ -88,6 +100,8 @@ class ServerSession:
         for other, seen in self.sites.items():
             if other != site:
                 check_fits(site, facts, other, seen)
+        if self.config.training.weighting == "size" and site in self.sites:
+            check_rows(site, facts, self.sites[site])
         self.sites[site] = facts
         if self.method is None:
             self.know_method(facts)
@@ -95,6 +109,8 @@ class ServerSession:
     def know_method(self, facts: Mapping[str, Any]) -> None:
         """The method, from a site's description of its adapter."""
         self.method = server_method(self.plan, layout_from(facts["layout"]))
+        if self.plan.masked or self.plan.merge != "mean":
+            check_maskable(self.method)
         self.kept = self.method.first_server(torch.zeros(0))
 
     @property
@@ -126,7 +142,8 @@ class ServerSession:
 
     def allow_list(self, method: Method | None) -> AllowList:
         """What a site may have sent."""
-        return AllowList(method, None, self.dtype, private=self.privacy is not None)
+        private = self.privacy is not None
+        return AllowList(method, None, self.dtype, private=private, masked=self.plan.masked)
 
     def spent(self) -> privacy.PrivacySpent | None:
         """What the rounds that are done cost every site."""
@@ -139,8 +156,11 @@ class ServerSession:
         """The request that a site introduces itself."""
         return encode({"kind": "hello", "round": self.done + 1})
 
-    def requests(self, present: list[str], measured: set[int]) -> dict[str, bytes]:
-        """The next round's request to each site that is there: train, or only measure what was served last."""
+    def requests(
+        self, present: list[str], measured: set[int], more: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> dict[str, bytes]:
+        """The next round's request to each site that is there: train, or only measure what was served last. `more` are
+        further fields for some of them."""
         number, found = self.done + 1, {}
         chosen, served = self.chosen(number), self.done in measured
         for site in present:
@@ -153,6 +173,7 @@ class ServerSession:
                 fields["kind"] = "measure"
             elif number in measured:
                 fields["measure_before"] = True
+            fields |= (more or {}).get(site, {})
             found[site] = encode(fields | self.undo(site), self.common_for(site))
         return found
 
@@ -177,22 +198,35 @@ class ServerSession:
 
     # --- answers --------------------------------------------------------------------------------------------
 
-    def finish_round(self, answers: Mapping[str, object], seconds: float, missing: list[str]) -> RoundRecord:
-        """Check the updates, merge the usable ones, save. The record says who was left out and why."""
+    def finish_round(
+        self, answers: Mapping[str, object], seconds: float, missing: list[str], summed: Summed | None = None
+    ) -> RoundRecord:
+        """Check the updates, merge the usable ones, save. The record says who was left out and why. Of a masked round
+        the server has their sum alone."""
         number = self.done + 1
         read, refused = self.read(answers, number)
         problems = {s: m.fields["code"] for s, m in read.items() if m.kind == "problem"}
         stopped = [site for site, code in problems.items() if code not in OF_A_ROUND]
         updates = {site: m for site, m in read.items() if m.kind == "update"}
         leaves = self.known_method.leaves(number)
-        vectors = {site: to_flat(leaves, m.tensors) for site, m in updates.items() if m.tensors}
-        refused |= self.beyond_norm_limit(vectors)
+        vectors = {}
+        if summed is None:
+            vectors = {site: to_flat(leaves, m.tensors) for site, m in updates.items() if m.tensors}
+            if self.privacy is None:  # where updates get noise, who is left out may not depend on the others'
+                refused |= odd_updates(vectors, starts(self, vectors), self.plan.norm_limit)
+        else:
+            refused |= {site: "it is not in the masked sum" for site in updates if site not in summed.sites}
         kept = [s for s in self.plan.sites if s in updates and s not in refused]
         asked = len(self.chosen(number))
         self.check_strict([s for s in refused if s not in stopped], refused, number)
-        if len(kept) < self.plan.needed(asked):
+        if summed is not None and lost_sum(self, summed, problems, asked):
+            refused |= dict.fromkeys(kept, f"the round has no sum ({summed.why})")
+            kept = []
+        elif len(kept) < self.plan.needed(asked) or (summed is not None and summed.total is None):
             raise QuorumMissed(number, len(kept), asked, self.plan, missing, refused)
-        if vectors:
+        if summed is not None and summed.total is not None and kept:
+            merge_sum(self, summed.total, len(kept))
+        elif vectors:
             self.merge(kept, vectors, number)
             self.ranks |= {s: rank_of(leaves, updates[s].tensors) for s in kept}
         record: RoundRecord = {
@@ -256,26 +290,15 @@ class ServerSession:
             sent = private.noisy(self.privacy, self.known_method, self.common, rows, expected, seed, number)
             self.common, self.kept = self.known_method.merge(sent, self.kept)
             return
-        sizes = [self.sites[s]["train_rows"] for s in sites]
-        weights = merge_weights(sizes, self.config.training.weighting)
+        if self.plan.merge != "mean":
+            sent = private.one_row(robust.merged(rows, self.plan.merge), number)
+            self.common, self.kept = self.known_method.merge(sent, self.kept)
+            return
+        sizes = bounded({s: self.sites[s]["train_rows"] for s in sites})
+        weights = merge_weights([sizes[s] for s in sites], self.config.training.weighting)
         positions = tuple(self.plan.sites.index(s) for s in sites)
         sent = Updates(rows, weights, positions, number)
         self.common, self.kept = self.known_method.merge(sent, self.kept)
-
-    def beyond_norm_limit(self, vectors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Sites whose update has a norm beyond the limit, with the reason. It is the norm of what was sent, not of its
-        change: where the others have converged, the honest change of a site that was away is many times theirs."""
-        norms = {site: float(v.double().norm()) for site, v in vectors.items()}
-        # Of two, nobody can say which is the odd one; and where updates are cut and get noise, who is left out may not
-        # depend on what the others sent.
-        if len(norms) < 3 or self.privacy is not None:
-            return {}
-        limit = self.plan.norm_limit * float(torch.tensor(list(norms.values())).median())
-        return {
-            site: f"its update's norm {norm:.3g} is beyond {limit:.3g}, {self.plan.norm_limit:g} times the median"
-            for site, norm in norms.items()
-            if norm > limit
-        }
 
     def finish(self, answers: Mapping[str, object]) -> None:
         """The last scores, and the end."""
@@ -312,20 +335,6 @@ class ServerSession:
         self.done, self.records, self.ranks = knowledge.done, knowledge.records, knowledge.ranks
         self.sites = knowledge.facts
         self.kept = restored(self.kept, kept, path)
-
-
-class QuorumMissed(UserError):
-    """Too few usable answers."""
-
-    def __init__(
-        self, number: int, got: int, asked: int, plan: Plan, missing: list[str], refused: Mapping[str, str]
-    ) -> None:
-        why = [f"{site} did not answer within {plan.deadline:g} s" for site in missing]
-        why += [f"{site}: {reason}" for site, reason in refused.items()]
-        super().__init__(
-            f"round {number}: {got} of {asked} sites gave an update and the quorum is {plan.needed(asked)} "
-            f"({'; '.join(why) or 'no site was there'}); resumed, the run goes on with this round"
-        )
 
 
 def server_method(plan: Plan, layout: Layout) -> Method:

@@ -9,13 +9,22 @@ from typing import Any
 import torch
 
 from pf2lora.core.method import State
-from pf2lora.core.privacy import clipped
+from pf2lora.core.privacy import clipped, standard_normal
 from pf2lora.engines.bad_clients import REMEDY, UpdateLedger, change
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.engines.steps import local_steps
-from pf2lora.federation.protocol import private
+from pf2lora.federation.protocol import masked_fields, private
 from pf2lora.federation.protocol.checkpoints import Checkpoint, CheckpointFolder
-from pf2lora.federation.protocol.messages import Message, check_tensors, encode, to_flat, to_tensors
+from pf2lora.federation.protocol.messages import (
+    Malformed,
+    Message,
+    check_tensors,
+    encode,
+    to_flat,
+    to_tensors,
+)
+from pf2lora.federation.protocol.ring import TooLarge
+from pf2lora.federation.protocol.secure_sum import AlreadySummed, LostKeys, Refused
 from pf2lora.federation.protocol.site_models import SiteModels
 from pf2lora.federation.protocol.site_setup import SiteSetup
 from pf2lora.run.validation import sampled_judge
@@ -38,6 +47,8 @@ class SiteSession:
         """The reply to one request of the server, as `read_request` gave it. An adapter that is not this site's is
         `Malformed`; a site's own problems are UserErrors."""
         kind, number = request.kind, request.round
+        if kind in masked_fields.REQUESTS:
+            return self.masks_answer(request)
         if kind == "hello":
             kept = ("train_rows", "test_rows") if self.privacy else ()  # at home
             return encode(
@@ -63,7 +74,7 @@ class SiteSession:
         before in it. The server may have refused what the site sent last, in round `take_back`."""
         saved = self.latest
         if saved is None or saved.round >= number:
-            saved = self.folder.newest_before(number, self.setup.initial)
+            saved = self.folder.newest_before(number, self.setup.initial, self.steps)
         if saved.round == take_back:
             saved = self.latest = self.folder.take_back(saved, self.setup.initial)
         if not tensors:  # before the first average, or a method that sends nothing
@@ -93,7 +104,7 @@ class SiteSession:
         bad = ledger.judge([0], stats.loss, change(began, state))
         ledger.close()
         if bad:
-            return self.left_out(number, received, saved, bad[0], stats.loss)
+            return self.left_out(fields, received, saved, bad[0], stats.loss)
         answer |= {"steps": self.steps, "loss": float(stats.loss.sum())}
         if stats.second_order is not None:
             share = float(stats.second_order.sum())
@@ -103,7 +114,7 @@ class SiteSession:
             answer |= self.setup.policy.leaving({"before": before})
         stays, leaves = method.send(state, number)
         if leaves.numel() and not bool(torch.isfinite(leaves).all()):
-            return self.left_out(number, received, saved, "what it would send is not finite", leaves)
+            return self.left_out(fields, received, saved, "what it would send is not finite", leaves)
         if self.privacy:
             answer = {"kind": "update", "round": number, "steps": self.steps}  # no figure of its rows leaves
             _, unmoved = method.send(began, number)
@@ -111,22 +122,57 @@ class SiteSession:
         unpruned = None if stays.x is state.x else state.x
         self.latest = Checkpoint(number, saved.steps + self.steps, stays, unpruned, ledger.largest[0])
         self.folder.save(self.latest)
-        return self.update(answer, stays, leaves)
+        return self.update(answer, stays, leaves, fields)
 
-    def update(self, answer: dict[str, Any], stays: State, leaves: torch.Tensor) -> bytes:
-        """The message with what leaves."""
+    def update(
+        self, answer: dict[str, Any], stays: State, leaves: torch.Tensor, fields: dict[str, Any]
+    ) -> bytes:
+        """The message with what leaves; `fields` are the request's."""
         tensors = {}
         if leaves.numel():
-            method = self.setup.method
+            method, number, numbers, dtype = self.setup.method, answer["round"], leaves[0], self.dtype
             (rank,) = method.ranks_of(stays)  # only that part of the common adapter leaves
-            tensors = to_tensors(method.leaves(answer["round"]), leaves[0], rank, self.dtype)
+            if self.setup.masks is not None:
+                try:
+                    numbers, dtype = self.masked(numbers, fields), torch.int64
+                except (Refused, LostKeys, TooLarge) as error:
+                    return self.masks_problem(number, error)
+            tensors = to_tensors(method.leaves(number), numbers, rank, dtype)
         return encode(answer, tensors)
 
+    def masked(self, numbers: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor:
+        """What leaves `(n,)` with the round's masks on it; in a private run, with this site's part of the noise."""
+        masks, number = self.setup.masks, fields["round"]
+        assert masks is not None
+        if self.privacy:
+            share, seed = masks.noise_share(number), self.setup.trial.seeds[0]
+            drawn = standard_normal(numbers.numel(), self.privacy.seed, seed, number, masks.site)
+            numbers = (
+                numbers.cpu().double() + self.privacy.noise * self.privacy.clip * math.sqrt(share) * drawn
+            )
+        return masks.mask(numbers, fields)
+
+    def masks_answer(self, request: Message) -> bytes:
+        """The reply to a request for keys or shares."""
+        if self.setup.masks is None:
+            raise Malformed(f"a request for {request.kind} in a run without masks")
+        try:
+            return self.setup.masks.answer(request)
+        except (Refused, LostKeys, AlreadySummed) as error:
+            return self.masks_problem(request.round, error)
+
+    def masks_problem(self, number: int, error: Exception) -> bytes:
+        """The round goes on without this site; its own log says why."""
+        logger.warning("%r is not in the masked sum of round %d: %s", self.setup.client, number, error)
+        code = "summed" if isinstance(error, AlreadySummed) else "masks"
+        return encode({"kind": "problem", "round": number, "code": code})
+
     def left_out(
-        self, number: int, received: State, saved: Checkpoint, reason: str, figures: torch.Tensor
+        self, fields: dict[str, Any], received: State, saved: Checkpoint, reason: str, figures: torch.Tensor
     ) -> bytes:
         """A round that did not go well, as a client of a local run has it: the state it began with stays, the batches
         move on. The server is told the kind of problem, by whether the `figures` are finite; the log says more."""
+        number = fields["round"]
         logger.warning("%r sits round %d out: %s; %s", self.setup.client, number, reason, REMEDY)
         self.latest = saved._replace(
             round=number, steps=saved.steps + self.steps, state=received, unpruned=None
@@ -136,6 +182,7 @@ class SiteSession:
             self.privacy
         ):  # that it went wrong is a figure of its rows, too: it counts as zero, and nobody is told
             leaves = torch.zeros_like(self.setup.method.send(received, number)[1])
-            return self.update({"kind": "update", "round": number, "steps": self.steps}, received, leaves)
+            answer = {"kind": "update", "round": number, "steps": self.steps}
+            return self.update(answer, received, leaves, fields)
         code = "update" if bool(torch.isfinite(figures).all()) else "loss"
         return encode({"kind": "problem", "round": number, "code": code})

@@ -21,6 +21,7 @@ from pf2lora.federation import require_nvflare
 from pf2lora.federation.protocol import approvals, messages
 from pf2lora.federation.protocol.batch_secret import private_seed
 from pf2lora.federation.protocol.checkpoints import has_state
+from pf2lora.federation.protocol.masked import SiteMasks, check_maskable
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, PolicyBroken, check_plan, read_policy
 from pf2lora.run.config import Config, from_dict, merged, read_toml
@@ -47,6 +48,7 @@ class SiteSetup:
     initial: State  # on the site's device
     facts: dict[str, Any]  # what the server checks before round 1
     policy: Policy = field(default_factory=Policy)  # the site's own limits
+    masks: SiteMasks | None = None  # in a masked run
 
     @property
     def client(self) -> str:
@@ -171,7 +173,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     place = plan.sites.index(site), len(plan.sites)
     trial = set_up(workload, plan.method, config.training.seed, place=place)
     if not policy.public_batch_order:
-        seed = private_seed(config.training.seed, state_folder(plan, file).parent)
+        seed = private_seed(config.training.seed, plan.name, state_folder(plan, file).parent)
         trial = replace(trial, source=replace(trial.source, seeds=(seed,)))
     named = hashlib.sha256(json.dumps(labels).encode()).hexdigest()
     facts = {
@@ -184,7 +186,10 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
         "engine": require_nvflare(),
         "version": pf2lora.__version__,
     }
-    return SiteSetup(trial, moved(trial.state, workload.device), facts, policy)
+    if plan.masked:
+        check_maskable(trial.method)
+    masks = SiteMasks.of(plan, file.parent.parent, site, policy, state_folder(plan, file))
+    return SiteSetup(trial, moved(trial.state, workload.device), facts, policy, masks)
 
 
 def admitted(plan: Plan, file: Path, own: SiteFile) -> Policy:

@@ -1,4 +1,4 @@
-"""When a run ends before its last round: the server's `--patience`, by the sites' validation losses."""
+"""When a run ends before its last round: patience, by the sites' validation losses, or too few answers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from pf2lora.errors import UserError
+from pf2lora.federation.protocol.plan import Plan
 from pf2lora.run.config import TrainingSettings
 from pf2lora.run.watched import Stopper
 
@@ -34,3 +36,17 @@ def early_stop(training: TrainingSettings, done: int) -> str:
         return ""
     evaluations = f"{training.patience} evaluation{'s' if training.patience != 1 else ''}"
     return f"stopped after round {done} of {training.rounds}: the mean validation loss did not fall for {evaluations}"
+
+
+class QuorumMissed(UserError):
+    """Too few usable answers."""
+
+    def __init__(
+        self, number: int, got: int, asked: int, plan: Plan, missing: list[str], refused: Mapping[str, str]
+    ) -> None:
+        why = [f"{site} did not answer within {plan.deadline:g} s" for site in missing]
+        why += [f"{site}: {reason}" for site, reason in refused.items()]
+        super().__init__(
+            f"round {number}: {got} of {asked} sites gave an update and the quorum is {plan.needed(asked)} "
+            f"({'; '.join(why) or 'no site was there'}); resumed, the run goes on with this round"
+        )

@@ -16,9 +16,16 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
-from pf2lora.tasks.base import Scores, Task, pad_columns, predict_rows
+from pf2lora.tasks.base import Example, Scores, Task, pad_columns, predict_rows
 from pf2lora.tasks.classification.rows import TextRow
-from pf2lora.tasks.classification.scores import accuracy, answers, log_loss, matthews, row_losses
+from pf2lora.tasks.classification.scores import (
+    NO_ANSWER,
+    accuracy,
+    answers,
+    log_loss,
+    matthews,
+    row_losses,
+)
 from pf2lora.tasks.classification.settings import ClassificationSettings
 from pf2lora.tasks.classification.weights import COLUMN, balanced_weights, row_weights
 from pf2lora.tasks.settings import Metric
@@ -35,6 +42,8 @@ class Classification(Task[TextRow, np.ndarray]):
 
     name: ClassVar[str] = "classification"
     peft_type: ClassVar[str | None] = "SEQ_CLS"
+    shown_examples: ClassVar[int] = 0  # they are clients' texts: they are kept where somebody asks for them
+    trivial_label: ClassVar[str] = "majority label"
 
     def __init__(
         self,
@@ -140,6 +149,44 @@ class Classification(Task[TextRow, np.ndarray]):
         best = int(answers(prediction[None])[0])
         found = {"predicted": self.labels[best], "probability": float(shares[best])}
         return found | {f"probability_{label}": float(share) for label, share in zip(self.labels, shares)}
+
+    def examples(
+        self, predictions: Sequence[np.ndarray], rows: Sequence[TextRow], most: int
+    ) -> list[Example]:
+        """Those that were wrong, the surest first."""
+        if not most or not rows:
+            return []
+        wrong = []
+        for i, (logits, row) in enumerate(zip(predictions, rows)):
+            found = self.answer(logits, row)
+            if found["predicted"] != row.label:
+                wrong.append((-found["probability"], i, found))
+        return [
+            Example(
+                "\n".join(filter(None, (rows[i].text, rows[i].pair))),
+                (rows[i].label,),
+                f"{found['predicted']} ({found['probability']:.0%})",
+                i,
+            )
+            for _, i, found in sorted(wrong, key=lambda w: w[:2])[:most]
+        ]
+
+    def confusion(self, predictions: Sequence[np.ndarray], rows: Sequence[TextRow]) -> list[list[int]] | None:
+        """None where an output is no number, which is no answer either."""
+        gold = np.array([self.labels.index(row.label) for row in rows])
+        found = answers(np.stack(predictions))
+        if (found == NO_ANSWER).any():
+            return None
+        counts = np.zeros((len(self.labels),) * 2, dtype=int)
+        np.add.at(counts, (gold, found), 1)
+        return counts.tolist()
+
+    def trivial(self, train: Sequence[TextRow], test: Sequence[TextRow]) -> Scores | None:
+        """Always the label that is most frequent in the client's training rows, with their shares for probabilities (a
+        label that they lack counts for half a row)."""
+        counts = Counter(row.label for row in train)
+        shares = np.log([counts[label] or 0.5 for label in self.labels])
+        return self.score([shares] * len(test), test)
 
     def describe(self, rows: Sequence[TextRow]) -> dict[str, int]:
         counts = Counter(row.label for row in rows)

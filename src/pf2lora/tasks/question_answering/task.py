@@ -76,6 +76,7 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
 
     name: ClassVar[str] = "question-answering"
     peft_type: ClassVar[str | None] = "QUESTION_ANS"
+    trivial_label: ClassVar[str] = "never an answer"
 
     def __init__(
         self,
@@ -260,6 +261,12 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
         found = zip(predictions, rows)
         f1s = np.array([f1(answer.text, row.answers, v2=self.no_answers) for answer, row in found])
         return f1s[draws].mean(1)
+
+    def trivial(self, train: Sequence[QuestionRow], test: Sequence[QuestionRow]) -> Scores | None:
+        """Where questions may be without an answer, none to any of them."""
+        if not self.no_answers:
+            return None
+        return self.score([Answer("", 1.0, np.nan, ())] * len(test), test) | {"loss": None}
 
     def describe(self, rows: Sequence[QuestionRow]) -> dict[str, int]:
         counts = Counter(row.topic for row in rows if row.topic)

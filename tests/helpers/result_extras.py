@@ -1,8 +1,11 @@
-"""Newcomers of the example result (result_example.py). No measurement."""
+"""More of the example result (result_example.py): newcomers, baselines, answers by label. No measurement."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+
+from result_example import table
 
 
 def with_newcomers(result: dict[str, Any]) -> dict[str, Any]:
@@ -38,3 +41,21 @@ def _newcomer(name: str, method: str, served: str) -> dict[str, Any]:
         "errors": dict.fromkeys([*scores, "deploy"], 0.055),
         "client_lr": "auto" if served == "own" else None,
     }
+
+
+def with_classes(result: dict[str, Any]) -> dict[str, Any]:
+    """The same with what no training gives, and right labels and answers of every client."""
+    result = copy.deepcopy(result) | {"labels": ["negative", "positive"]}
+    clients = len(result["clients"])
+
+    def level(value: float) -> dict[str, Any]:
+        return {"accuracy": table([value + 0.01 * (k % 3) for k in range(clients)])}
+
+    result["baselines"] = {
+        "untrained": {"label": "untrained (round 0)", "scores": level(0.5)},
+        "trivial": {"label": "majority label", "scores": level(0.6)},
+    }
+    for method in result["methods"].values():
+        for run in method["runs"]:
+            run["confusion"] = [[[40 + k, 10], [5, 45]] for k in range(clients)]
+    return result

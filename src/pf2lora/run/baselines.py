@@ -1,0 +1,36 @@
+"""What no training gives, to see scores against: the model as it begins, and an answer that looks at no text."""
+
+from __future__ import annotations
+
+import torch
+
+from pf2lora.run.evaluation import Models, measure, summary
+from pf2lora.run.result import Baseline
+from pf2lora.run.set_up import set_up
+from pf2lora.run.workload import Workload
+
+UNTRAINED, TRIVIAL = "untrained", "trivial"
+
+
+def baselines(workload: Workload) -> dict[str, Baseline]:
+    """Every client's scores at round 0, of the first seed, and those of the task's trivial answer, where it has one."""
+    found = {UNTRAINED: untrained(workload)}
+    task = workload.task
+    trivial = [task.trivial(client.train, client.test) for client in workload.clients]
+    known = [scores for scores in trivial if scores is not None]
+    if known and len(known) == len(trivial):
+        scores = {metric: [of_client.get(metric) for of_client in known] for metric in task.metrics}
+        found[TRIVIAL] = Baseline(task.trivial_label, summary(task.metrics, scores) or {})
+    return found
+
+
+def untrained(workload: Workload) -> Baseline:
+    """The model that every method begins with: all adapters add nothing yet, so any method shows it."""
+    training, clients = workload.config.training, len(workload.clients)
+    trial = set_up(workload, training.method[0], training.seed, compiled=False)
+    try:
+        common, personal = (t[:1].expand(clients, -1) for t in (trial.state.x, trial.state.y))
+        scores = measure(trial, Models(common, torch.zeros_like(personal))).scores
+    finally:
+        trial.model.remove()
+    return Baseline("untrained (round 0)", summary(workload.task.metrics, scores) or {})

@@ -1,0 +1,337 @@
+"""Sums whose parts nobody sees, without a network: exact, through dropouts, and refused where something is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from masked_federation import write_kit
+from torch import Tensor
+
+from pf2lora.errors import UserError
+from pf2lora.federation.protocol import ring, shamir
+from pf2lora.federation.protocol.identity import KitIdentity
+from pf2lora.federation.protocol.secure_sum import Keys, Refused, ServerSum, SiteSum, derived, threshold
+
+SITES = ["a", "b", "c", "d", "e"]
+COUNT = 50
+
+
+class Anybody:
+    """An identity for tests of the sums themselves."""
+
+    certificate = ""
+
+    def sign(self, data: bytes) -> str:
+        return ""
+
+    def check(self, site: str, certificate: str, data: bytes, signature: str) -> None:
+        pass
+
+
+def site_sum(site: str, fewest: int = 2) -> SiteSum:
+    return SiteSum(site, b"run 1", Anybody(), fewest)
+
+
+def begin(
+    sites: Iterable[str] = SITES, sharing: Collection[str] | None = None
+) -> tuple[dict[str, SiteSum], ServerSum]:
+    """Everybody after step 2; `sharing` are those who answered it."""
+    there = {site: site_sum(site) for site in sites}
+    server = ServerSum(b"run 1", COUNT)
+    for site, own in there.items():
+        server.roster[site] = own.keys()
+    for site, own in there.items():
+        if sharing is None or site in sharing:
+            server.take_shares(site, own.shares(server.roster))
+    return there, server
+
+
+def answer(there: dict[str, SiteSum], server: ServerSum, who: Iterable[str]) -> dict[str, Tensor]:
+    """These sites mask and send; what they had."""
+    values = {site: torch.randn(COUNT) for site in who}
+    for site, own in values.items():
+        server.add(site, there[site].mask(ring.to_ring(own, len(there)), server.shares_for(site)))
+    return values
+
+
+def unmask(there: dict[str, SiteSum], server: ServerSum, who: Iterable[str] | None = None) -> Tensor:
+    for site in server.answered if who is None else who:
+        server.take_unmasking(site, there[site].unmask(server.answered))
+    total, wrong = server.unmask()
+    assert not wrong
+    return ring.from_ring(total)
+
+
+def near(found: Tensor, values: dict[str, Tensor]) -> bool:
+    exact = torch.stack([v.double() for v in values.values()]).sum(0)
+    return float((found - exact).abs().max()) <= len(values) * ring.STEP / 2
+
+
+# --- the sum -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_the_sum_is_exact_to_the_fixed_points_step(count: int) -> None:
+    there, server = begin([f"site-{i}" for i in range(count)])
+    values = answer(there, server, there)
+    assert near(unmask(there, server), values)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "answering", "telling"),
+    [
+        *itertools.product(["abcde", "abcd"], ["abcd", "bcd", "acd"], [None]),
+        ("abcde", "abcde", "ace"),
+        ("abcde", "abcd", "abd"),
+        ("abc", "abc", None),
+    ],
+)
+def test_the_sum_is_of_those_who_answered_wherever_others_stopped(
+    sharing: str, answering: str, telling: str | None
+) -> None:
+    there, server = begin(SITES, sharing)
+    values = answer(there, server, answering)
+    assert near(unmask(there, server, telling), values)
+
+
+def test_what_one_site_sends_looks_like_noise() -> None:
+    """The same numbers twice: what is sent differs in every one, and its bits are even."""
+    sent = []
+    for _ in range(2):
+        there, server = begin()
+        sent.append(there["a"].mask(torch.zeros(COUNT, dtype=torch.int64), server.shares_for("a")))
+    assert not bool((sent[0] == sent[1]).any())
+    bits = sum(bin(int(v) & (2**64 - 1)).count("1") for v in sent[0])
+    assert abs(bits / (64 * COUNT) - 0.5) < 0.05
+
+
+def test_a_late_update_stays_masked_and_both_secrets_are_never_told() -> None:
+    there, server = begin()
+    answer(there, server, "abcd")
+    late = there["e"].mask(torch.zeros(COUNT, dtype=torch.int64), server.shares_for("e"))
+    told = {site: there[site].unmask(server.answered) for site in "abcd"}
+    assert all(found["e"][0] == "key" and found["a"][0] == "seed" for found in told.values())
+    for site, found in told.items():
+        server.take_unmasking(site, found)
+    server.unmask()
+    with pytest.raises(Refused, match="step 4 of a masked round was asked for after step 4"):
+        there["a"].unmask(SITES)
+    left = late  # all that the server can take away: it has e's mask key now
+    for site in "abcd":
+        key = derived(there["e"].masking, server.roster[site].masking, "mask", there["e"].digest)
+        left = left + ring.mask(key, COUNT)
+    assert torch.equal(left, ring.mask(there["e"].seed, COUNT))
+
+
+# --- what is refused ---------------------------------------------------------------------------------------
+
+
+def test_steps_are_done_once_and_in_order() -> None:
+    own = site_sum("a")
+    with pytest.raises(Refused, match="step 2"):
+        own.shares({})
+    own.keys()
+    with pytest.raises(Refused, match="step 1"):
+        own.keys()
+    with pytest.raises(Refused, match="step 3"):
+        own.mask(torch.zeros(1, dtype=torch.int64), {})
+
+
+def test_a_site_takes_no_part_in_sums_of_few() -> None:
+    roster = {site: site_sum(site).keys() for site in "ab"}
+    own = site_sum("c", fewest=4)
+    roster["c"] = own.keys()
+    with pytest.raises(
+        Refused, match="a sum of 3 sites was asked for; this site takes part in sums of 4 or more"
+    ):
+        own.shares(roster)
+    there, server = begin()
+    answer(there, server, "ab")
+    with pytest.raises(Refused, match="a sum of 2 sites was asked for; this site takes part in sums of 3"):
+        there["a"].unmask(["a", "b"])
+    there, server = begin(SITES, "ab")
+    with pytest.raises(Refused, match="a sum of 2"):
+        there["a"].mask(torch.zeros(COUNT, dtype=torch.int64), server.shares_for("a"))
+
+
+@pytest.mark.parametrize("answered", [["b", "c", "d"], ["a", "b", "c", "stranger"]])
+def test_a_server_cannot_name_whom_it_likes(answered: list[str]) -> None:
+    there, server = begin()
+    answer(there, server, "abcd")
+    with pytest.raises(Refused, match="who did not mask"):
+        there["a"].unmask(answered)
+
+
+def test_keys_that_the_server_changed_are_refused() -> None:
+    there = {site: site_sum(site) for site in "abc"}
+    roster = {site: own.keys() for site, own in there.items()}
+    other = roster | {"a": site_sum("a").keys()}
+    with pytest.raises(Refused, match="not those that this site sent"):
+        there["a"].shares(other)
+    with pytest.raises(Refused, match="not those that this site sent"):
+        there["c"].shares({site: keys for site, keys in roster.items() if site != "c"})
+
+
+def test_sites_that_were_shown_different_keys_cannot_open_each_others_shares() -> None:
+    there = {site: site_sum(site) for site in "abcd"}
+    roster = {site: own.keys() for site, own in there.items()}
+    fake = roster | {"d": site_sum("d").keys()}  # of another round, say
+    server = ServerSum(b"run 1", COUNT, roster)
+    for site, shown in (("a", roster), ("b", fake), ("c", roster)):
+        server.take_shares(site, there[site].shares(shown))
+    with pytest.raises(Refused, match="b's shares are not of this round, or were changed"):
+        there["a"].mask(torch.zeros(COUNT, dtype=torch.int64), server.shares_for("a"))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: b"", lambda data: data[:-1]]
+)
+def test_shares_that_were_changed_are_refused(change: Callable[[bytes], bytes]) -> None:
+    there, server = begin()
+    sealed = server.shares_for("a")
+    with pytest.raises(Refused, match="c's shares"):
+        there["a"].mask(torch.zeros(COUNT, dtype=torch.int64), sealed | {"c": change(sealed["c"])})
+
+
+def test_shares_of_another_round_are_refused() -> None:
+    there, server = begin()
+    before = server.shares_for("a")
+    there, server = begin()
+    with pytest.raises(Refused, match="not of this round"):
+        there["a"].mask(torch.zeros(COUNT, dtype=torch.int64), before)
+
+
+def test_shares_from_strangers_are_refused() -> None:
+    there, server = begin()
+    with pytest.raises(Refused, match="who is not in the round"):
+        there["a"].mask(torch.zeros(COUNT, dtype=torch.int64), server.shares_for("a") | {"x": b""})
+
+
+def test_a_site_that_shares_for_some_only_is_refused_by_the_server() -> None:
+    there, server = begin("abc", "")
+    found = there["a"].shares(server.roster)
+    with pytest.raises(Refused, match="not for all others"):
+        server.take_shares("a", {"b": found["b"]})
+
+
+def test_wrong_shares_are_found_and_named() -> None:
+    there, server = begin()
+    values = answer(there, server, SITES)
+    for site in SITES:
+        told = there[site].unmask(server.answered)
+        if site == "b":
+            kind, share = told["a"]
+            told["a"] = (kind, bytes([share[0], share[1] ^ 1]) + share[2:])
+        server.take_unmasking(site, told)
+    total, wrong = server.unmask()
+    assert wrong == {"b": "its share of a's secret is wrong"}
+    assert near(ring.from_ring(total), values)
+
+
+def test_shares_of_the_other_kind_are_not_taken() -> None:
+    there, server = begin()
+    answer(there, server, SITES)
+    told = there["a"].unmask(server.answered)
+    with pytest.raises(Refused, match="did not give the shares that were asked for"):
+        server.take_unmasking("a", told | {"b": ("key", told["b"][1])})
+    with pytest.raises(Refused, match="did not give"):
+        server.take_unmasking("a", {"b": told["b"]})
+
+
+def test_too_few_shares_leave_the_masks_on() -> None:
+    there, server = begin()
+    answer(there, server, SITES)
+    for site in "ab":
+        server.take_unmasking(site, there[site].unmask(server.answered))
+    with pytest.raises(Refused, match="the masks of a cannot be taken away: 2 shares, of which 3 are needed"):
+        server.unmask()
+
+
+def test_the_threshold_lets_no_server_have_both_secrets() -> None:
+    assert all(2 * threshold(n) > n for n in range(1, 100))
+
+
+# --- the ring ----------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20))
+@settings(max_examples=50, deadline=None)
+def test_numbers_come_back_within_half_a_step(values: list[float]) -> None:
+    exact = torch.tensor(values, dtype=torch.float64)
+    assert float((ring.from_ring(ring.to_ring(exact, 4)) - exact).abs().max()) <= ring.STEP / 2
+
+
+@pytest.mark.parametrize("value", [2.0**30, -(2.0**30), float("nan"), float("inf"), -float("inf"), 1e30])
+def test_what_the_ring_has_no_room_for_is_refused(value: float) -> None:
+    with pytest.raises(ring.TooLarge, match="no room"):
+        ring.to_ring(torch.tensor([0.0, value]), 2)
+    ring.to_ring(torch.tensor([2.0**30 - 1], dtype=torch.float64), 2)
+
+
+def test_the_largest_numbers_of_all_sites_do_not_overflow() -> None:
+    most = torch.full([3], 2.0**31 / 8 - 1, dtype=torch.float64)
+    total = torch.stack([ring.to_ring(most, 8)] * 8).sum(0)
+    assert torch.equal(ring.from_ring(total), 8 * most)
+
+
+def test_masks_are_of_their_key_and_even() -> None:
+    first, again, other = (ring.mask(key * 32, 4096) for key in (b"a", b"a", b"b"))
+    assert torch.equal(first, again) and not bool((first == other).any())
+    assert abs(float(first.double().mean())) < 5 * 2.0**63 / 3**0.5 / 64
+
+
+# --- shares ------------------------------------------------------------------------------------------------
+
+
+def test_any_threshold_of_shares_give_the_secret_and_fewer_do_not() -> None:
+    secret = bytes(range(32))
+    shares = shamir.split(secret, 6, 4)
+    for chosen in itertools.combinations(shares, 4):
+        found, wrong = shamir.join({at: shares[at] for at in chosen}, 4, lambda s: s == secret)
+        assert found == secret and not wrong
+    for few in itertools.combinations(shares, 3):
+        with pytest.raises(shamir.NoSecret):
+            shamir.join({at: shares[at] for at in few}, 3, lambda s: s == secret)
+
+
+# --- certificates ------------------------------------------------------------------------------------------
+
+
+def signed(site: str, who: KitIdentity, context: bytes = b"run 1") -> Keys:
+    return SiteSum(site, context, who, 2).keys()
+
+
+def test_keys_are_bound_to_certificates(tmp_path: Path) -> None:
+    ours, theirs = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    a = write_kit(tmp_path / "a", "a", ours, key=rsa.generate_private_key(65537, 2048))
+    b, c = (write_kit(tmp_path / name, name, ours) for name in "bc")
+    stranger = write_kit(tmp_path / "stranger", "b", theirs)
+    expired = write_kit(tmp_path / "old", "b", ours, days=-1)
+    own = SiteSum("a", b"run 1", a, 2)
+    roster = {"a": own.keys(), "b": signed("b", b), "c": signed("c", c)}
+    for keys, line in (
+        (signed("b", stranger), "not signed by a certificate of the federation"),
+        (signed("b", c), "signed by another participant"),
+        (signed("b", expired), "no longer, valid"),
+        (signed("b", b, b"run 2"), "not signed"),
+        (dataclasses.replace(roster["b"], masking=roster["c"].masking), "not signed"),
+        (dataclasses.replace(roster["b"], certificate="w1"), "not signed"),
+        (dataclasses.replace(roster["b"], signature="w1"), "not signed"),
+    ):
+        again = dataclasses.replace(own, done=1)
+        with pytest.raises(Refused, match=line):
+            again.shares(roster | {"b": keys})
+    assert set(own.shares(roster)) == {"b", "c"}
+
+
+def test_a_kit_without_a_certificate_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="certificate cannot be read"):
+        KitIdentity.of(tmp_path)
