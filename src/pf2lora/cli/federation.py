@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pf2lora.cli.federation_site import approve, read_limits
+from pf2lora.cli.federation_site import approve, read_limits, verify
 from pf2lora.cli.options import WRITTEN, ListCommand, configured, read_config
 from pf2lora.cli.text import safe
 from pf2lora.errors import UserError
@@ -28,6 +28,12 @@ FinalDeadline = Annotated[
 Quorum = Annotated[
     float,
     typer.Option("--quorum", help="Fraction of a round's sites that must answer.", rich_help_panel=RULES),
+]
+Wait = Annotated[
+    float,
+    typer.Option(
+        "--wait", help="Seconds that a run below its quorum waits for sites.", rich_help_panel=RULES
+    ),
 ]
 NormLimit = Annotated[
     float,
@@ -72,6 +78,7 @@ def rehearse(
     deadline: Deadline = 600.0,
     final_deadline: FinalDeadline = 3600.0,
     quorum: Quorum = 0.5,
+    wait: Wait = 3600.0,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
     masked: Masked = False,
@@ -101,6 +108,7 @@ def rehearse(
         "deadline": deadline,
         "final_deadline": final_deadline,
         "quorum": quorum,
+        "wait": wait,
         "norm_limit": norm_limit,
         "wire": wire,
         "masked": masked,
@@ -175,6 +183,17 @@ def join(kit: KitFolder) -> None:
     sys.exit(in_foreground(opened))
 
 
+@app.command()
+def leave(kit: KitFolder) -> None:
+    """End the server or the site that runs from a kit on this machine, whoever started it."""
+    from pf2lora.federation.flare.processes import leave as end
+    from pf2lora.federation.flare.processes import open_kit
+
+    opened = open_kit(kit)
+    end(opened)
+    tell(f"{opened.name} has ended")
+
+
 @configured
 def submit(
     settings: dict[str, Any],
@@ -186,6 +205,7 @@ def submit(
     deadline: Deadline = 600.0,
     final_deadline: FinalDeadline = 3600.0,
     quorum: Quorum = 0.5,
+    wait: Wait = 3600.0,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
     masked: Masked = False,
@@ -205,6 +225,7 @@ def submit(
         deadline=deadline,
         final_deadline=final_deadline,
         quorum=quorum,
+        wait=wait,
         norm_limit=norm_limit,
         wire=wire,
         masked=masked,
@@ -223,6 +244,7 @@ def submit(
 
 app.command(cls=ListCommand)(submit)
 app.command()(approve)
+app.command()(verify)
 
 
 @app.command()
