@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pf2lora.report import build as build_report
     from pf2lora.run import events as events
     from pf2lora.run.api import federate as federate
+    from pf2lora.run.api import sweep as sweep
     from pf2lora.run.config import Config as Config
     from pf2lora.run.result import Result as Result
     from pf2lora.run.result import load_result as load_result
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "federate": "pf2lora.run.api:federate",
+    "sweep": "pf2lora.run.api:sweep",
     "Config": "pf2lora.run.config:Config",
     "Result": "pf2lora.run.result:Result",
     "load_result": "pf2lora.run.result:load_result",
@@ -60,6 +62,7 @@ __all__ = [
     "federate",
     "load_result",
     "load_run",
+    "sweep",
 ]
 
 

@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
+from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.run.saved import load_run
@@ -84,7 +85,14 @@ def test_a_rehearsal_leaves_a_run_folder_with_the_local_engines_numbers(tmp_path
     assert load_run(out, device="cpu").client("Klinik Süd")[1].abs().max() > 0
     keys = list((out / "federation").rglob("*.key"))
     assert len(keys) == 4
-    assert all(stat.S_IMODE(key.stat().st_mode) == 0o600 for key in keys)
+    rows = list((out / "federation" / "sites").rglob("*.jsonl"))
+    assert len(rows) == 6
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in (*keys, *rows))
+    for name in ("server", "clinic-a", "klinik-sud"):
+        assert audit.verify(out / "federation" / "kits" / name).lines >= 5
+    said = (out / "federation" / "kits" / "clinic-a" / audit.FILE).read_text().splitlines()
+    events = [json.loads(line) for line in said]
+    assert [e["kind"] for e in events if e["event"] == "sent"] == ["hello", *["update"] * 3, "scores"]
     assert leftovers(tmp_path) == []
 
 

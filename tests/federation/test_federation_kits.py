@@ -36,6 +36,26 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return provision(project, tmp_path_factory.mktemp("federation") / "kits")
 
 
+def test_a_kits_texts_name_our_commands_and_no_way_around_them(kits: dict[str, Path]) -> None:
+    for name, kit in kits.items():
+        files = {file.name for file in kit.rglob("*") if file.is_file()}
+        assert not files & {"sub_start.sh", "stop_fl.sh", "fl_admin.sh", "system_info.ipynb"}
+        readme = (kit / "readme.txt").read_text(encoding="utf8")
+        assert f"kit of {name}," in readme
+        known = {
+            command.name or command.callback.__name__
+            for command in app.registered_commands
+            if command.callback
+        }
+        assert set(re.findall(r"pf2lora federation ([a-z]+)", readme)) <= known
+        if "@" in name:
+            continue
+        assert not files & {"resources.json.default", "authorization.json.default", "privacy.json.sample"}
+        script = (kit / "startup" / "start.sh").read_text()
+        assert "pf2lora federation join" in script and "nvflare" not in script
+        assert (kit / "startup" / "start.sh").stat().st_mode & 0o777 == 0o700
+
+
 def test_everybody_gets_a_kit_and_keys_are_their_owners(kits: dict[str, Path]) -> None:
     assert set(kits) == {"server", "clinic-a", "clinic-b", "lead@pf2lora.local", MEMBER}
     root = kits["server"].parent

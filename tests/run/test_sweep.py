@@ -219,6 +219,30 @@ def test_a_sweep_that_was_broken_off_goes_on(
     assert ran[5:] == [0.01]
 
 
+def test_from_python_with_rows_in_memory(world: World, tmp_path: Path) -> None:
+    """Its rates are what `federate` takes, and without a folder nothing is kept."""
+    rows = {path.stem: [json.loads(line) for line in path.open()] for path in world.clients}
+    settings = world.settings(**SMALL | {"method": "homlora"}) | {"clients": rows}
+    told: list[tuple[str, int, int]] = []
+    found = pf2lora.sweep(
+        **settings,
+        over={"lr": [0.001, 0.02]},
+        on_try=lambda method, tried, number, of: told.append((method, number, of)),
+    )
+    assert told == [("homlora", 1, 2), ("homlora", 2, 2)]
+    assert found.rates == {"homlora": found.searches[0].chosen} and found.rates["homlora"]["lr"] in (
+        0.001,
+        0.02,
+    )
+    run = pf2lora.federate(**settings, methods=found.rates, log="none")
+    assert run.config["methods"] == found.rates
+    best = found.searches[0].best
+    assert best is not None
+    assert best.score == pytest.approx(deployed_loss(run.methods["homlora"].runs[0]), abs=1e-6)
+    with pytest.raises(UserError, match=r"sweep\(\): out is empty"):
+        pf2lora.sweep(**settings, over={"lr": [0.1]}, out=" ")
+
+
 def test_the_command(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Two methods; its table, its files, and the run that they describe."""
     out = tmp_path / "sweep"

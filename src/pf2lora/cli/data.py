@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from pf2lora.cli.options import WRITTEN, ListCommand, described
+from pf2lora.cli.text import safe
 
 if TYPE_CHECKING:
     from pf2lora.data.summary import Summary
@@ -48,7 +48,7 @@ def show(
     summary = summarize(clients, config.task.partition_key)
     print_summary(summary, Console(), title, [len(client.validation) for client in clients])
     for line in notes:
-        Console().print(line, highlight=False, markup=False, style="dim")
+        Console().print(safe(line), highlight=False, style="dim")
     if figure is not None:
         draw(summary, figure, title)
         Console().print(f"figure: {figure}", highlight=False, markup=False, soft_wrap=True)
@@ -61,23 +61,21 @@ def print_summary(summary: Summary, console: Console, title: str, validation: li
     """A table: one line per client with sizes and a bar for each label's share of its training rows."""
     validated = any(validation)
     shown = summary.with_most(max(2, min(6, (console.width - (48 if validated else 36)) // 16)))
-    table = Table(
-        title=escape(title), title_justify="left", title_style="bold", header_style="bold", box=None
-    )
+    table = Table(title=safe(title), title_justify="left", title_style="bold", header_style="bold", box=None)
     table.add_column("client", overflow="fold")
     for part in ("train", "validation", "test") if validated else ("train", "test"):
         table.add_column(part, justify="right")
     for name in shown.labels:
-        table.add_column(escape(name), no_wrap=True, overflow="ellipsis", max_width=20)
+        table.add_column(safe(name), no_wrap=True, overflow="ellipsis", max_width=20)
     for i, client in enumerate(shown.clients):
         sizes = _sizes(shown.train[i].sum(), validation[i] if validated else None, shown.test[i].sum())
-        table.add_row(escape(client), *sizes, *map(_bar, shown.train_shares[i]))
+        table.add_row(safe(client), *sizes, *map(_bar, shown.train_shares[i]))
     totals = _sizes(shown.train.sum(), sum(validation) if validated else None, shown.test.sum())
     shares = shown.train.sum(axis=0) / shown.train.sum()
     table.add_section()
     table.add_row("all", *totals, *map(_bar, shares), style="dim")
     console.print(table)
-    console.print(_remarks(summary), highlight=False, markup=False, style="dim")
+    console.print(safe(_remarks(summary)), highlight=False, style="dim")
 
 
 def _sizes(train: int, validation: int | None, test: int) -> list[str]:

@@ -27,10 +27,9 @@ def show_dry_run(config: Config, *checks: Callable[[], Any]) -> None:
 
 def planned_run(config: Config, *checks: Callable[[], Any]) -> tuple[Plan, Workload]:
     """Show what each client got and two rows as the model sees them, and time the methods."""
-    from rich.markup import escape
-
     from pf2lora.cli.data import print_summary
     from pf2lora.cli.show import console, quiet_libraries
+    from pf2lora.cli.text import safe
     from pf2lora.data.loading import filled_in
     from pf2lora.data.sharing import describe
     from pf2lora.data.summary import summarize
@@ -47,7 +46,7 @@ def planned_run(config: Config, *checks: Callable[[], Any]) -> tuple[Plan, Workl
     planned = plan(config, workload)
     console.print("\n[bold]Two rows as the model sees them[/bold]")
     for example in planned.examples:
-        console.print(escape(example), soft_wrap=True)
+        console.print(safe(example), soft_wrap=True)
     return planned, workload
 
 
@@ -65,10 +64,10 @@ def stop_at(problems: Iterable[str]) -> None:
 def show_costs(config: Config, methods: Sequence[MethodPlan], device: str, per_number: float = 1.0) -> None:
     """A table of what each method trains, sends and takes; `per_number` is the share of what is sent at full width."""
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
     from pf2lora.cli.show import console
+    from pf2lora.cli.text import safe
     from pf2lora.run import numbers
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -79,7 +78,7 @@ def show_costs(config: Config, methods: Sequence[MethodPlan], device: str, per_n
     for method in methods:
         p = method.parameters
         table.add_row(
-            escape(method.label),
+            safe(method.label),
             numbers.count(p.common + p.client + p.head),
             numbers.size(method.sent.total * per_number),
             in_words(method.step_seconds),
@@ -95,13 +94,12 @@ def show_costs(config: Config, methods: Sequence[MethodPlan], device: str, per_n
 
 
 def end(line: str, warnings: Iterable[str] = ()) -> None:
-    from rich.markup import escape
-
     from pf2lora.cli.show import console
+    from pf2lora.cli.text import safe
 
-    console.print(escape(line), soft_wrap=True)
+    console.print(safe(line), soft_wrap=True)
     for warning in warnings:
-        console.print(f"[yellow]warning[/yellow] {escape(warning)}", soft_wrap=True)
+        console.print(f"[yellow]warning[/yellow] {safe(warning)}", soft_wrap=True)
 
 
 def in_words(seconds: float) -> str:

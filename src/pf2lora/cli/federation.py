@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from pf2lora.cli.federation_site import approve, read_limits
+from pf2lora.cli.federation_site import approve, read_limits, verify
 from pf2lora.cli.options import WRITTEN, ListCommand, configured, read_config
+from pf2lora.cli.text import safe
 from pf2lora.errors import UserError
 
 app = typer.Typer(help="Federate across machines (NVIDIA FLARE).", no_args_is_help=True)
@@ -27,6 +28,12 @@ FinalDeadline = Annotated[
 Quorum = Annotated[
     float,
     typer.Option("--quorum", help="Fraction of a round's sites that must answer.", rich_help_panel=RULES),
+]
+Wait = Annotated[
+    float,
+    typer.Option(
+        "--wait", help="Seconds that a run below its quorum waits for sites.", rich_help_panel=RULES
+    ),
 ]
 NormLimit = Annotated[
     float,
@@ -71,6 +78,7 @@ def rehearse(
     deadline: Deadline = 600.0,
     final_deadline: FinalDeadline = 3600.0,
     quorum: Quorum = 0.5,
+    wait: Wait = 3600.0,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
     masked: Masked = False,
@@ -100,6 +108,7 @@ def rehearse(
         "deadline": deadline,
         "final_deadline": final_deadline,
         "quorum": quorum,
+        "wait": wait,
         "norm_limit": norm_limit,
         "wire": wire,
         "masked": masked,
@@ -174,6 +183,17 @@ def join(kit: KitFolder) -> None:
     sys.exit(in_foreground(opened))
 
 
+@app.command()
+def leave(kit: KitFolder) -> None:
+    """End the server or the site that runs from a kit on this machine, whoever started it."""
+    from pf2lora.federation.flare.processes import leave as end
+    from pf2lora.federation.flare.processes import open_kit
+
+    opened = open_kit(kit)
+    end(opened)
+    tell(f"{opened.name} has ended")
+
+
 @configured
 def submit(
     settings: dict[str, Any],
@@ -185,6 +205,7 @@ def submit(
     deadline: Deadline = 600.0,
     final_deadline: FinalDeadline = 3600.0,
     quorum: Quorum = 0.5,
+    wait: Wait = 3600.0,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
     masked: Masked = False,
@@ -204,6 +225,7 @@ def submit(
         deadline=deadline,
         final_deadline=final_deadline,
         quorum=quorum,
+        wait=wait,
         norm_limit=norm_limit,
         wire=wire,
         masked=masked,
@@ -222,6 +244,7 @@ def submit(
 
 app.command(cls=ListCommand)(submit)
 app.command()(approve)
+app.command()(verify)
 
 
 @app.command()
@@ -240,14 +263,14 @@ def status(kit: LeadKit) -> None:
         at = f"{now['round']} of {now['rounds']}" if now else ""
         limits = (f"{now['deadline']:g} s", f"{now['quorum']:g}") if now else ("", "")
         state = now.get("state") or job["status"].lower()
-        table.add_row(job["name"], job["job_id"][:8], state, at, there, *limits)
+        table.add_row(*map(safe, (job["name"], job["job_id"][:8], state, at, there, *limits)))
         said = [f"{site} is left out: {why}" for site, why in now.get("left_out", {}).items()]
         said += [now["line"]] if now.get("line") else []
         lines += [f"{job['name']} ({job['job_id'][:8]}): {line}" for line in said]
     console = Console()
     console.print(table)
     for line in lines:
-        console.print(line, markup=False, highlight=False)
+        console.print(safe(line), highlight=False)
 
 
 @app.command()

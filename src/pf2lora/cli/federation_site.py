@@ -35,7 +35,7 @@ def approve(
     """At a site: approve a run that its policy.toml lets no one begin unasked, or list what waits."""
     import tomli_w
 
-    from pf2lora.federation.protocol import approvals
+    from pf2lora.federation.protocol import approvals, audit
     from pf2lora.federation.protocol.policy import POLICY_FILE, read_policy
 
     folder = kit / "local"
@@ -45,6 +45,7 @@ def approve(
         raise UserError(f"{folder / POLICY_FILE} asks for no approval: set approve = true there first")
     if name is not None:
         asked = approvals.approve(folder, name)
+        audit.record(kit, "approved", run=name, plan=asked.approved, by=asked.by)
         typer.echo(
             f"run {name!r} is approved by {asked.by}: {asked.plan['method']}; the lead submits it again"
         )
@@ -57,3 +58,18 @@ def approve(
         typer.echo(
             f"# {run}: approve with `pf2lora federation approve {kit} {run}`\n{tomli_w.dumps(described)}"
         )
+
+
+def verify(
+    kit: Annotated[Path, typer.Argument(help="The kit of a site or of the server.")],
+    noted: Annotated[
+        str | None,
+        typer.Option("--last", help="A hash that `verify` said before: it must still be in the log."),
+    ] = None,
+) -> None:
+    """Whether a participant's audit log is unbroken: every line follows from the one before it."""
+    from pf2lora.federation.protocol import audit
+
+    found = audit.verify(kit, noted)
+    cut = f" ({found.cut} cut off by a crash)" if found.cut else ""
+    typer.echo(f"{kit / audit.FILE}: {found.lines} lines{cut}, unbroken; the last is {found.last}")

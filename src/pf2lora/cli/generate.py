@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pf2lora.cli.use import ClientName, Device, Json, Method, Model, Run, open_run
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, one_line
 from pf2lora.parsing import check_text
 
 
@@ -59,4 +59,4 @@ def generate(
         typer.echo(json.dumps(found, ensure_ascii=False))
         return
     for text in texts:
-        typer.echo(" ".join(text.split()))
+        typer.echo(one_line(" ".join(text.split())))

@@ -57,11 +57,14 @@ def methods(
     from rich.console import Console
     from rich.table import Table
 
+    from pf2lora.cli.text import safe
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("method", "", "sends", "own", "gradients"):
         table.add_column(title, overflow="fold")
     for method in found:
-        table.add_row(method.name, method.summary, method.sent, method.personal, method.gradients_per_step)
+        about = (method.name, method.summary, method.sent, method.personal, method.gradients_per_step)
+        table.add_row(*map(safe, about))
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     console.print(

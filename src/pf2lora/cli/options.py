@@ -132,14 +132,22 @@ def parameter(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def configured(command: Callable[..., None]) -> Callable[..., None]:
+def configured(command: Callable[..., None], **defaults: str) -> Callable[..., None]:
     """Give a command every option of a run. It gets `settings` (what was given, by name) and `file`, a TOML file that
-    may be given as the argument; `command(settings, file, **its own options)`."""
+    may be given as the argument; `command(settings, file, **its own options)`. `defaults` say what a setting is where
+    the command has a default of its own."""
     file_hint = Annotated[
         Path | None, typer.Argument(help="A TOML file with any of these settings; flags win.")
     ]
     file = inspect.Parameter("file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=file_hint)
-    return with_settings(command, [c for c in choices().values() if c.name not in OWN], file)
+    given = [c for c in choices().values() if c.name not in OWN]
+    given = [
+        dataclasses.replace(c, help=c.help.partition(" [dim]")[0] + default_hint([("", defaults[c.name])]))
+        if c.name in defaults
+        else c
+        for c in given
+    ]
+    return with_settings(command, given, file)
 
 
 def described(command: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ import typer
 
 from pf2lora.cli.options import WRITTEN, columned, with_columns
 from pf2lora.cli.use import ClientName, Device, Json, Method, Model, OwnRows, Run, open_run
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, one_line
 
 
 @columned
@@ -102,4 +102,4 @@ def readable(found: dict[str, Any], line: str) -> str:
     """One line: the answer, how sure it is where that is known, and what was asked."""
     sure = found.get("probability")
     parts = [found["predicted"] or "(no answer)", *([] if sure is None else [f"{sure:.3f}"]), line]
-    return "\t".join(" ".join(str(part).split()) for part in parts)
+    return "\t".join(one_line(" ".join(str(part).split())) for part in parts)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from pf2lora.atomic import check_writable, make_folder, write_json, write_text, writing
 from pf2lora.cli.options import WRITTEN, Choice, choices, with_settings
-from pf2lora.errors import UserError
+from pf2lora.cli.text import safe
+from pf2lora.errors import UserError, one_line
 from pf2lora.folder_lock import locked
 from pf2lora.reproduce.preset import Preset, to_toml
 from pf2lora.reproduce.presets import load_preset
@@ -166,7 +166,7 @@ def find(preset: Preset, folder: Path, grid: bool, model: str | None) -> list[Fi
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
     def tell(line: str) -> None:
-        console.print(line, style="dim")
+        console.print(one_line(line), style="dim")
 
     found = []
     for number, run in enumerate(preset.runs, 1):
@@ -193,7 +193,7 @@ def show(paper: Preset, preset: Preset, findings: list[Finding], folder: Path) -
 
     console = Console(highlight=False)
     title = page.heading(paper, preset)
-    console.print(f"[bold]{escape(title)}[/bold]: {escape(preset.source)}", soft_wrap=True)
+    console.print(f"[bold]{safe(title)}[/bold]: {safe(preset.source)}", soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     names = tables.head(findings)
     for i, name in enumerate(names):
@@ -201,16 +201,16 @@ def show(paper: Preset, preset: Preset, findings: list[Finding], folder: Path) -
     lines = tables.cells(findings)
     for line, after in zip(lines, [*lines[1:], None]):
         ends = after is None or (line[0], line[2]) != (after[0], after[2])
-        table.add_row(*map(escape, line), end_section=ends)
+        table.add_row(*map(safe, line), end_section=ends)
     console.print(table)
     notes = [*page.setting_lines(paper, findings), *preset.notes, *page.rate_lines(findings)]
     notes += [line for finding in findings for line in finding.diverged]
     for note in notes:
-        console.print(escape(note), style="dim", soft_wrap=True)
+        console.print(safe(note), style="dim", soft_wrap=True)
     for text in page.example_lines(preset, findings):
-        console.print(escape(text.replace("**", "")), soft_wrap=True)
+        console.print(safe(text.replace("**", "")), soft_wrap=True)
     figures = charts.draw(preset, findings, folder, title)
     written = [folder / f"{preset.name}.json", folder / f"{preset.name}.md"]
     write_json(written[0], page.to_json(paper, preset, findings))
     write_text(written[1], page.markdown(paper, preset, findings, [file.name for file in figures]))
-    console.print(*(escape(str(file)) for file in (*written, *figures)), sep="\n", soft_wrap=True)
+    console.print(*(safe(str(file)) for file in (*written, *figures)), sep="\n", soft_wrap=True)

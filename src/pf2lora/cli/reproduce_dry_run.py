@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from pf2lora.cli.dry_run import NOTHING, end, in_words
+from pf2lora.cli.text import safe
 from pf2lora.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def show_preset(preset: Preset, folder: Path, *, grid: bool, force: bool) -> Non
             shown = state or f"about {in_words(seconds or 0.0)}"
             cells = [clients or str(run.config.data.num_clients or "–"), str(methods), length]
             cells += [str(training.seeds), shown]
-        table.add_row(escape(run.name), *cells)
-    console.print(f"[bold]{escape(preset.title)}[/bold], into {escape(str(folder))}", soft_wrap=True)
+        table.add_row(safe(run.name), *cells)
+    console.print(f"[bold]{safe(preset.title)}[/bold], into {safe(str(folder))}", soft_wrap=True)
     console.print(table)
     finish(total, missing)
 
@@ -114,9 +114,7 @@ def show_regret(
         length = f"{config.training.rounds} × {config.training.steps}"
         cells = [str(len(own)), str(len(own) - len(left)), clients, length, str(plan.seeds)]
         table.add_row(name, *cells, f"about {in_words(seconds)}" if seconds else "–")
-    console.print(
-        f"[bold]{len(todo)} runs[/bold], {plan.tries} rates tried for each, into {escape(str(out))}"
-    )
+    console.print(f"[bold]{len(todo)} runs[/bold], {plan.tries} rates tried for each, into {safe(str(out))}")
     console.print(table)
     finish(total, missing)
 

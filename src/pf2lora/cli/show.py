@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from pf2lora.cli.closing import closing
+from pf2lora.cli.text import safe
 from pf2lora.report import choices
 from pf2lora.report.findings import conclusions
 from pf2lora.run import numbers
@@ -55,14 +55,14 @@ def show_clients(workload: Workload) -> None:
     model = workload.config.model
     console.print(
         f"{len(rows)} clients with {min(rows)} to {max(rows)} training rows, {validation}{tests} test rows in all; "
-        f"{escape(model.name)} in {model.precision} on {workload.device}",
+        f"{safe(model.name)} in {model.precision} on {workload.device}",
         soft_wrap=True,
     )
 
 
 def show_note(line: str) -> None:
     """What a run has to say while it goes on."""
-    console.print(escape(line), soft_wrap=True)
+    console.print(safe(line), soft_wrap=True)
 
 
 def show_result(result: Result, out: Path | None) -> None:
@@ -74,29 +74,27 @@ def show_result(result: Result, out: Path | None) -> None:
     unit = " in %" if about.percent else ""
     tests = sum(client.test for client in result.clients)
     console.print(
-        f"\n[bold]{escape(result.title)}[/bold]: {about.label}{unit} over clients ({tests} test rows){several}"
+        f"\n[bold]{safe(result.title)}[/bold]: {about.label}{unit} over clients ({tests} test rows){several}"
     )
     console.print(score_table(result))
     for sentence in conclusions(result):
-        console.print(escape(sentence))
+        console.print(safe(sentence))
     for name, method in result.methods.items():
         chosen = choices.sentence(result, name)
         if chosen:
-            whose = f"{escape(method.label)} deploys" if len(result.methods) > 1 else "deploy"
-            console.print(f"{whose}: {escape(chosen)}")
+            whose = f"{safe(method.label)} deploys" if len(result.methods) > 1 else "deploy"
+            console.print(f"{whose}: {safe(chosen)}")
     for method in result.methods.values():
         for line in dict.fromkeys(run.privacy.sentence() for run in method.runs if run.privacy):
-            console.print(f"privacy of {escape(method.label)}: {escape(line)}", soft_wrap=True)
+            console.print(f"privacy of {safe(method.label)}: {safe(line)}", soft_wrap=True)
     for method in result.methods.values():
         if method.failed is not None:
-            console.print(
-                f"[red]failed[/red] {escape(method.label)}: {escape(method.failed)}", soft_wrap=True
-            )
+            console.print(f"[red]failed[/red] {safe(method.label)}: {safe(method.failed)}", soft_wrap=True)
         show_warnings(method.label, [line for run in method.runs for line in run.warnings])
     if out is not None:
         for line in closing(result, out):
             console.print(line, soft_wrap=not line.startswith("What"), markup=False)
-        console.print(f"report: {escape(str(out / 'report.html'))}", soft_wrap=True)
+        console.print(f"report: {safe(str(out / 'report.html'))}", soft_wrap=True)
 
 
 def score_table(result: Result) -> Table:
@@ -123,7 +121,7 @@ def score_table(result: Result) -> Table:
     leading = best(result)
     for name, method in result.methods.items():
         table.add_row(
-            escape(method.label),
+            safe(method.label),
             *(shown(name, point) for point in points),
             shown(name, result.point, "worst"),
             *([shown(name, result.point, "spread")] if spread else []),
@@ -137,7 +135,7 @@ def score_table(result: Result) -> Table:
             figures = {result.point: scores.mean, "worst": scores.worst, "spread": scores.spread}
             columns = (*points, "worst", *(["spread"] if spread else []))
             texts = [short_score(figures[c], about) if c in figures else "" for c in columns]
-            table.add_row(escape(baseline.label), *texts, "", "", style="dim")
+            table.add_row(safe(baseline.label), *texts, "", "", style="dim")
     return table
 
 
@@ -148,8 +146,8 @@ def short_score(value: float | None, metric: Metric) -> str:
 
 def show_warnings(label: str, lines: list[str]) -> None:
     """A method's first few warnings; the report has them all."""
-    head = f"[yellow]warning[/yellow] {escape(label)}: "
+    head = f"[yellow]warning[/yellow] {safe(label)}: "
     for line in lines[:WARNINGS_SHOWN]:
-        console.print(head + escape(line), soft_wrap=True)
+        console.print(head + safe(line), soft_wrap=True)
     if len(lines) > WARNINGS_SHOWN:
         console.print(f"{head}and {len(lines) - WARNINGS_SHOWN} more like these; the report lists them")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from pf2lora.cli.options import configured, read_config
+from pf2lora.cli.text import safe
 from pf2lora.cli.train import Force, OutIfGiven
 from pf2lora.methods import METHODS
 from pf2lora.run.config import with_found_model
@@ -96,19 +96,19 @@ def show_sweep(done: Sweep, out: Path) -> None:
     console.print("\n[bold]Tries[/bold], by what each client would deploy, on its validation rows")
     console.print(tries_table(done))
     for search in done.searches:
-        label = escape(METHODS[search.method].label)
+        label = safe(METHODS[search.method].label)
         if search.best is None:
-            console.print(f"[red]failed[/red] {label}: {escape(search.tries[0].failed)}", soft_wrap=True)
+            console.print(f"[red]failed[/red] {label}: {safe(search.tries[0].failed)}", soft_wrap=True)
             continue
-        console.print(f"{label}: {escape(shown(search.chosen))} has the lowest validation loss")
+        console.print(f"{label}: {safe(shown(search.chosen))} has the lowest validation loss")
         for name in done.at_an_end(search):
             console.print(f"  {name} is at an end of what was tried: a better value may lie beyond it")
     if any(search.best for search in done.searches):
         command = "train" if len(done.config.training.method) == 1 else "compare"
         console.print(
-            f"use it: pf2lora {command} {escape(shlex.quote(str(out / sweeps.CHOSEN)))}", soft_wrap=True
+            f"use it: pf2lora {command} {safe(shlex.quote(str(out / sweeps.CHOSEN)))}", soft_wrap=True
         )
-    console.print(f"table: {escape(str(out / sweeps.TABLE))}", soft_wrap=True)
+    console.print(f"table: {safe(str(out / sweeps.TABLE))}", soft_wrap=True)
 
 
 def tries_table(done: Sweep) -> Table:
@@ -124,7 +124,7 @@ def tries_table(done: Sweep) -> Table:
     for search in done.searches:
         for one in search.tries:
             rates = [value_shown(one.rates.get(name)) for name in done.over]
-            label = [escape(METHODS[search.method].label)] if several else []
+            label = [safe(METHODS[search.method].label)] if several else []
             table.add_row(
                 *label, *rates, *figures(one, headline), style="bold" if chosen(search, one) else None
             )
@@ -136,7 +136,7 @@ def chosen(search: Search, one: Try) -> bool:
 
 
 def value_shown(value: Any) -> str:
-    return "–" if value is None else f"{value:g}" if isinstance(value, float) else escape(str(value))
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else safe(str(value))
 
 
 def figures(one: Try, headline: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +72,7 @@ def train(
     )
 
 
-@configured
+@partial(configured, method="paper")
 def compare(
     settings: dict[str, Any],
     file: Path | None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pf2lora.cli.options import WRITTEN, columned, with_columns
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from pf2lora.run.confusion import OfLabel
@@ -75,8 +75,8 @@ def evaluate(
     if counted and len(labels) <= LABELS_SHOWN:
         show_labels(labels, macro_f1(counted))
     for example in shown:
-        typer.echo(f"row {example['row'] + 1}: {' '.join(example['prompt'].split())}")
-        typer.echo(f"  right: {' | '.join(example['references'])}; answered: {example['output']}")
+        typer.echo(one_line(f"row {example['row'] + 1}: {' '.join(example['prompt'].split())}"))
+        typer.echo(one_line(f"  right: {' | '.join(example['references'])}; answered: {example['output']}"))
 
 
 @columned
@@ -155,8 +155,9 @@ def export(
     model: Model = None,
 ) -> None:
     """Write a client's adapter as a PEFT folder, or merged into the base model."""
-    from pf2lora.atomic import check_writable, new_folder
+    from pf2lora.atomic import check_writable, new_folder, write_text
     from pf2lora.errors import check_path, reading
+    from pf2lora.parsing import read_text
 
     with reading(check_path(out), "folder"):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -164,6 +165,7 @@ def export(
     check_writable(out.parent)
     loaded = open_run(run, method, "cpu", model)
     from pf2lora.adapters.peft import save_merged, save_peft
+    from pf2lora.run.cards import CARD
 
     common, personal = loaded.client(client)
     with new_folder(out) as folder:
@@ -172,6 +174,9 @@ def export(
         else:
             kind, base = loaded.task.peft_type, loaded.config.model.name
             save_peft(folder, loaded.model, common[0], personal[0], kind, base)
+            card = loaded.where / ("common" if client is None else f"clients/{client}") / CARD
+            if card.is_file():
+                write_text(folder / CARD, read_text(card))
     typer.echo(str(out))
 
 
@@ -217,15 +222,15 @@ def show_labels(labels: dict[str, OfLabel], mean: float | None) -> None:
 
 def show_scores(loaded: LoadedRun, rows: dict[str, dict[str, float | None]]) -> None:
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
     from pf2lora.cli.show import console, short_score
+    from pf2lora.cli.text import safe
 
     metrics = loaded.task.metrics
     table = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
     for metric in metrics.values():
         table.add_column(f"{metric.label} in %" if metric.percent else metric.label, justify="right")
     for name, scores in rows.items():
-        table.add_row(escape(name), *(short_score(scores.get(key), m) for key, m in metrics.items()))
+        table.add_row(safe(name), *(short_score(scores.get(key), m) for key, m in metrics.items()))
     console.print(table)

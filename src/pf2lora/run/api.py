@@ -1,9 +1,11 @@
-"""The package from Python: one call for what `pf2lora train` and `pf2lora compare` do."""
+"""The package from Python: one call for what `pf2lora train` and `pf2lora compare` do, and one for `pf2lora sweep`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pf2lora import folder_lock
@@ -14,15 +16,18 @@ from pf2lora.data.memory import Tables
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
-from pf2lora.run import checkpoints, comparison, folder, resuming, trackers
+from pf2lora.run import cards, checkpoints, comparison, folder, resuming, trackers
 from pf2lora.run import config as configs
+from pf2lora.run import sweep as sweeps
 from pf2lora.run.checkpoints import Checkpoints
 from pf2lora.run.comparison import Watcher, prepare
 from pf2lora.run.config import Config
 from pf2lora.run.events import Listener, Note, everybody
 from pf2lora.run.progress import shown
 from pf2lora.run.result import Result, RoundRecord
+from pf2lora.run.sweep import Sweep
 from pf2lora.run.trial import Outcome
+from pf2lora.run.tries import Try
 from pf2lora.run.workload import Workload
 from pf2lora.tasks import TASKS
 from pf2lora.tasks.settings import TaskSettings
@@ -59,11 +64,63 @@ def federate(
     screen on a terminal, a line now and then elsewhere), "lines", "json" or "none"; each of `callbacks` is called with
     every event (docs/python.md).
     """
+    config, tables, folder = as_config("federate()", model, clients, method, task, out, methods, settings)
+    with shown(log) as listener:
+        tell = everybody(listener, *callbacks)
+        return run(config, folder, force=force, resume=resume, tell=tell, tables=tables)
+
+
+def sweep(
+    *,
+    model: str | Path,
+    over: Mapping[str, Sequence[Any]],
+    clients: Any = (),
+    method: MethodName | Sequence[MethodName] = "pf2lora",
+    task: str | type[TaskSettings[Any]] = "classification",
+    out: str | Path | None = None,
+    force: bool = False,
+    resume: bool = False,
+    together: bool | None = None,
+    methods: Mapping[str, Mapping[str, Any]] | None = None,
+    on_try: Callable[[str, Try, int, int], None] = lambda method, tried, number, of: None,
+    **settings: Any,
+) -> Sweep:
+    """Try every combination of the values that `over` names, `{"lr": [3e-4, 1e-3]}`, and choose by validation rows
+    alone (docs/rates.md). The other arguments are those of `federate`, for which the answer's `rates` are:
+    `federate(…, methods=found.rates)`. `on_try` is called with the method, each finished try, its number and that of
+    all. Without `out` nothing is kept.
+    """
+    config, tables, folder = as_config("sweep()", model, clients, method, task, out, methods, settings)
+    with nullcontext(folder) if folder is not None else TemporaryDirectory() as place:
+        return sweeps.sweep(
+            configs.with_found_model(config),
+            over,
+            Path(place) if folder is not None else Path(place) / "sweep",
+            force=force,
+            resume=resume,
+            together=together,
+            on_try=on_try,
+            tables=tables,
+        )
+
+
+def as_config(
+    where: str,
+    model: str | Path,
+    clients: Any,
+    method: MethodName | Sequence[MethodName],
+    task: str | type[TaskSettings[Any]],
+    out: str | Path | None,
+    methods: Mapping[str, Mapping[str, Any]] | None,
+    settings: Mapping[str, Any],
+) -> tuple[Config, Tables, Path | None]:
+    """What a call of `where` describes: the config, rows that are in memory, and the folder to write."""
     if out is not None and not str(out).strip():
-        raise UserError("federate(): out is empty: name the run folder, or leave it out")
+        raise UserError(f"{where}: out is empty: name the run folder, or leave it out")
     tables, places = taken_apart({"clients": clients, **settings})
     asked = [method] if isinstance(method, str | type) else method
-    settings |= {
+    given = {
+        **settings,
         "model": str(model),
         "method": [METHODS.name_of(name) for name in asked],
         "task": TASKS.name_of(task),
@@ -71,11 +128,7 @@ def federate(
         "out": "" if out is None else str(out),
         "methods": methods or {},
     }
-    config = configs.from_settings(settings, "federate()")
-    with shown(log) as listener:
-        tell = everybody(listener, *callbacks)
-        folder = Path(out) if out is not None else None
-        return run(config, folder, force=force, resume=resume, tell=tell, tables=tables)
+    return configs.from_settings(given, where), tables, None if out is None else Path(out)
 
 
 def taken_apart(given: Mapping[str, Any]) -> tuple[Tables, dict[str, list[str]]]:
@@ -185,6 +238,7 @@ def watched_run(config: Config, out: Path, workload: Workload, keeper: Checkpoin
 
     def on_result(result: Result) -> None:
         write_json(out / "result.json", result.to_dict())
+        cards.write_cards(out, config, result)
 
     try:
         watcher = Watcher(on_round, on_outcome, lambda line: tell(Note(line)), on_result, tell)

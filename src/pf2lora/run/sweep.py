@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pf2lora.atomic import write_text
+from pf2lora.data.memory import Tables
 from pf2lora.errors import UserError, unknown
 from pf2lora.folder_lock import check_unused, locked
 from pf2lora.methods import METHODS
@@ -56,9 +57,14 @@ class Sweep:
         return list(next(measured, {}))
 
     @property
+    def rates(self) -> dict[str, Rates]:
+        """The best values of every method for which there are any."""
+        return {s.method: s.best.rates for s in self.searches if s.best}
+
+    @property
     def chosen(self) -> Config:
-        """The run with the best values of every method for which there are any."""
-        return with_rates(self.config, {s.method: s.best.rates for s in self.searches if s.best})
+        """The run with these values."""
+        return with_rates(self.config, self.rates)
 
     def at_an_end(self, search: Search) -> list[str]:
         """The names whose chosen value is the smallest or the largest number that was tried: a better one may lie
@@ -145,12 +151,14 @@ def sweep(
     together: bool | None = None,
     on_try: Callable[[str, Try, int, int], None] = lambda method, tried, number, of: None,
     on_workload: Callable[[Workload], None] = lambda workload: None,
+    tables: Tables | None = None,
 ) -> Sweep:
     """Try every combination of the values `over` names and write what came of it into the folder `out`.
 
     `together` trains tries side by side where that is possible, or one after the other; None: side by side on an
     accelerator, which fills better, and one by one on a CPU, where it is no faster and each finished try is kept.
-    `on_try` is told each try with its number among all; `resume` keeps those that a folder has.
+    `on_try` is told each try with its number among all; `resume` keeps those that a folder has; `tables` are rows in
+    memory.
     """
     if config.privacy.on:
         raise UserError(
@@ -163,7 +171,7 @@ def sweep(
 
     @cache
     def workload() -> Workload:
-        whole = prepare(config)
+        whole = prepare(config, tables)
         on_workload(whole)
         found = on_validation_rows(whole)
         write_text(out / COMMON, to_toml(config))  # now that there is something to try

@@ -5,10 +5,14 @@ These classes are named in the site's own kit (`local/`), not in what the server
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import FLContextKey
@@ -17,6 +21,8 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.apis.signal import Signal
 
 from pf2lora.errors import UserError
+from pf2lora.federation.flare.child import end_with
+from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.allow_list import ANSWERS, AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
 from pf2lora.federation.protocol.messages import DTYPES, Malformed, dtype_named, encode
@@ -38,6 +44,12 @@ class SiteExecutor(Executor):
         self.session: SiteSession | None = None
         self.problem: dict[str, Any] | None = None  # what the server is told of what stopped this site
 
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """The job's process ends with the site's."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.START_RUN:
+            end_with(os.getppid())
+
     def execute(
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
     ) -> Shareable:
@@ -56,10 +68,7 @@ class SiteExecutor(Executor):
             from pf2lora.federation.protocol import site_setup
 
             site = fl_ctx.get_identity_name()
-            file = (
-                Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_site_config_dir())
-                / site_setup.SITE_FILE
-            )
+            file = local_of(fl_ctx) / site_setup.SITE_FILE
             folder = CheckpointFolder(site_setup.state_folder(self.plan, file), self.plan.name)
             folder.open()
             setup = site_setup.build(self.plan, file, site)
@@ -71,12 +80,17 @@ class SiteExecutor(Executor):
             )
             fl_ctx.set_prop(ALLOW_LIST, allow_list, private=True, sticky=True)
             self.session = SiteSession(setup, folder, self.plan.run.training.steps, dtype)
+            known = approvals.digest(json.loads(self.plan.to_json()))
+            audit.record(
+                kit_of(fl_ctx), "takes part", job=fl_ctx.get_job_id(), run=self.plan.name, plan=known
+            )
         self.problem = None
         return self.session
 
     def stop(self, fl_ctx: FLContext, line: str, problem: dict[str, Any]) -> None:
         """Say `line` in the site's own log; the server is told `problem` from now on."""
         self.problem = problem
+        audit.record(kit_of(fl_ctx), "stays out", job=fl_ctx.get_job_id(), run=self.plan.name, **problem)
         self.log_error(fl_ctx, line, fire_event=False)
         print(f"pf2lora: {fl_ctx.get_identity_name()}: {line}", file=sys.stderr, flush=True)
 
@@ -94,9 +108,25 @@ class AllowListFilter(Filter):
         try:
             if extra or headers:
                 raise Malformed(f"the message carries {min(extra | headers)!r}, which is not declared")
-            allow_list.check(shareable.get(BODY), kinds)
+            data = shareable.get(BODY)
+            message = allow_list.check(data, kinds)
         except Malformed as error:
             line = f"refused to send a message: {error}"
             print(f"pf2lora: {fl_ctx.get_identity_name()}: {line}", file=sys.stderr, flush=True)
+            audit.record(kit_of(fl_ctx), "held back", job=fl_ctx.get_job_id(), why=str(error))
             raise
+        said = {"kind": message.kind, "round": message.round, "bytes": len(data)}
+        digest = hashlib.sha256(data).hexdigest()
+        # What cannot be written down does not leave: this raises, too.
+        audit.record(kit_of(fl_ctx), "sent", job=fl_ctx.get_job_id(), **said, sha256=digest)
         return shareable
+
+
+def local_of(fl_ctx: FLContext) -> Path:
+    """The folder of the site's own rules."""
+    return Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_site_config_dir())
+
+
+def kit_of(fl_ctx: FLContext) -> Path:
+    """The site's kit."""
+    return local_of(fl_ctx).parent

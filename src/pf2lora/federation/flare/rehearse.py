@@ -116,8 +116,8 @@ def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> 
             data["validation_ratio"] = 0.0  # else the site would set some of the training rows aside
             continue
         file = folder / key / f"{folder.name}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w", encoding="utf8") as lines:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(file, "w", encoding="utf8", opener=private) as lines:
             for row in part:
                 lines.write(json.dumps(config.task.to_record(row), ensure_ascii=False) + "\n")
         data[key] = [str(file.resolve())]
@@ -131,6 +131,13 @@ def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> 
         "data": data | config.task.record_columns(client.train),
     }
     atomic.write_text(kit / "local" / SITE_FILE, tomli_w.dumps(own))
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read: a rehearsal's rows are copies of real ones."""
+    handle = os.open(path, flags, 0o600)
+    os.fchmod(handle, 0o600)  # where it was there before, too
+    return handle
 
 
 def carry_out(plan: Plan, folder: Path, server: Kit, run: Path, tell: Tell) -> run_status.Status:

@@ -9,6 +9,7 @@ site          a site's half: its answer to each request of the server
 site_setup    what a site brings: its data, base model and method, from its own site.toml
 policy        a site's own limits, from its own policy.toml
 approvals     runs that a person at the site must approve
+audit         what a participant let out, refused and decided, in a chain of hashes
 batch_secret  the site's own part in the order of its batches
 site_models   how good a site's models are, and which one it deploys
 checkpoints   what a site keeps between rounds
