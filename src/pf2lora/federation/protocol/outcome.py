@@ -17,6 +17,7 @@ from pf2lora.federation.protocol.site_models import CHOICE, SCORES, choice_file,
 from pf2lora.parsing import read_json
 from pf2lora.run import costs
 from pf2lora.run import folder as run_folder
+from pf2lora.run.cards import write_cards
 from pf2lora.run.comparison import describe
 from pf2lora.run.decode import decode
 from pf2lora.run.deploy import SERVED
@@ -58,6 +59,7 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
         rows = [{"train": t.get("train_rows", 0), "test": t.get("test_rows", 0)} for t in told]
         result = replace(result, clients=[replace(c, **n) for c, n in zip(result.clients, rows)])
     write_json(out / "result.json", result.to_dict())
+    write_cards(out, config, result)
     report.build([result], out / "report.html")
     trial.model.remove()
     return result
