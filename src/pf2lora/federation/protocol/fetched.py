@@ -7,6 +7,7 @@ not in it: they are the sites' own.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ def build(folder: Path, out: Path, model: str, *, force: bool = False) -> Result
             f"{model!r} is another base model than the sites have (the digests of config and weights differ): --model "
             f"names a copy of theirs"
         )
-    clients = [Client(site, [], []) for site in plan.sites]
+    clients: list[Client[Any]] = [Client(site, [], []) for site in plan.sites]
     tokens = {"input_ids": torch.zeros(0, 1, dtype=torch.int32)}
     nothing = Encoded(tokens, {}, np.zeros(0, dtype=np.int64), (0,) * (len(clients) + 1))
     run_folder.claim(out, force=force)
