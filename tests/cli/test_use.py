@@ -171,7 +171,7 @@ def test_onboard_end_to_end(copy: Path, tmp_path: Path, monkeypatch: pytest.Monk
     for row in ("the common adapter alone", "own adapter on the common one", "training alone"):
         assert row in out
     assert "east deploys: own adapter on the common one (it has no validation rows to choose by)" in out
-    assert len(common) == 4 and all(path.read_bytes() == before for path, before in (common | others).items())
+    assert len(common) == 5 and all(path.read_bytes() == before for path, before in (common | others).items())
     scores = json.loads((copy / "clients" / "east" / "onboarding.json").read_text())["scores"]
     assert list(scores) == ["own", "common", "local"]
     own, alone = scores["own"], scores["common"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +20,13 @@ from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 
 from pf2lora.errors import UserError
-from pf2lora.federation.flare.controller import FederationController, body
+from pf2lora.federation.flare.controller import FederationController, NewJob
+from pf2lora.federation.flare.exchange import body
 from pf2lora.federation.flare.executor import BODY, AllowListFilter, SiteExecutor
+from pf2lora.federation.flare.resumer import note
 from pf2lora.federation.protocol.messages import Malformed, decode, encode
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.run_status import SITES as REGISTERED
 from pf2lora.federation.protocol.run_status import read_lines
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.stopping import QuorumMissed
@@ -113,6 +118,83 @@ def test_what_flare_says_of_a_failure_is_a_problem(result: Shareable, code: str)
 def test_an_answer_that_is_no_message_is_left_to_the_session() -> None:
     assert body(Shareable({BODY: "text"}), 7) == "text"
     assert body(Shareable(), 7) is None
+
+
+# --- sites that are missing -----------------------------------------------------------------------------------
+
+
+def test_nobody_waits_for_a_site_that_was_started_again(tmp_path: Path) -> None:
+    controller = controller_of(make_plan("homlora"), tmp_path, {})
+    del controller.exchange  # the real one
+    controller.abort = Signal()
+    answered: Any = {"site-1": b"one"}
+
+    def post(name: str, site: str, data: bytes, seconds: int, deliver: Any) -> Any:
+        if site in answered:
+            deliver(answered[site])
+        return SimpleNamespace(completion_status="done")
+
+    controller.post = post  # type: ignore[method-assign]
+    began = time.monotonic()
+    note(tmp_path / REGISTERED, "site-2")  # it registers while it is asked
+    os.utime(tmp_path / REGISTERED / "site-2", (time.time() + 1, time.time() + 1))
+    requests = dict.fromkeys(("site-1", "site-2"), b"")
+    assert controller.exchange("round", requests, 60.0) == answered
+    assert time.monotonic() - began < 10
+    os.utime(tmp_path / REGISTERED / "site-2", (1, 1))  # long before: it is waited for
+    assert controller.exchange("round", requests, 1.0) == answered
+    assert time.monotonic() - began > 1
+
+
+def test_a_run_below_its_quorum_waits_and_says_so(tmp_path: Path, hellos: dict[str, bytes]) -> None:
+    only = {"site-1": hellos["site-1"]}
+    controller = controller_of(make_plan("homlora", wait=30), tmp_path, only)
+    controller.abort = Signal()
+    seen: list[str] = []
+
+    def note_and_return(state: str, line: str = "") -> None:
+        seen.append(state)
+        if state == "waiting":
+            assert "0 of 4 sites" in line and "quorum is 2" in line
+            controller.returned["site-3"] = hellos["site-3"]  # it comes back
+
+    controller.note = note_and_return  # type: ignore[method-assign]
+
+    def part() -> None:
+        if len(controller.present) < 2:
+            controller.collect_hellos()
+
+    controller.patiently(part)
+    assert controller.present == ["site-1", "site-3"] and seen == ["waiting", "running"]
+    assert any("it waits for them up to 30 s" in line for line in read_lines(tmp_path))
+
+
+def test_it_does_not_wait_longer_than_the_lead_said(tmp_path: Path, hellos: dict[str, bytes]) -> None:
+    controller = controller_of(make_plan("homlora", wait=0), tmp_path, {"site-1": hellos["site-1"]})
+    controller.abort = Signal()
+    with pytest.raises(QuorumMissed):
+        controller.patiently(controller.collect_hellos)
+
+
+def test_a_site_that_comes_back_while_the_run_waits_begins_a_new_job(
+    tmp_path: Path, hellos: dict[str, bytes]
+) -> None:
+    controller = controller_of(make_plan("homlora", wait=30), tmp_path, {"site-1": hellos["site-1"]})
+    controller.abort = Signal()
+    note(tmp_path / REGISTERED, "site-2")
+    os.utime(tmp_path / REGISTERED / "site-2", (time.time() + 1, time.time() + 1))
+    controller.get_client_disconnect_time = lambda site: None
+    with pytest.raises(NewJob):
+        controller.patiently(controller.collect_hellos)
+
+
+def test_a_mistyped_site_is_named_before_anybody_is_asked(tmp_path: Path, hellos: dict[str, bytes]) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "sites.json").write_text(json.dumps(["site-1", "site-2", "site-5"]))
+    note(tmp_path / REGISTERED, "site-3")  # provisioned later
+    controller = controller_of(make_plan("homlora"), tmp_path, hellos)
+    with pytest.raises(UserError, match="unknown site 'site-4'; did you mean 'site-"):
+        controller.collect_hellos()
 
 
 # --- the site -----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from pf2lora.federation.protocol.allow_list import read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder, StateFolderError
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import PROBLEMS, problem_code
+from pf2lora.federation.protocol.run_status import read_final
 from pf2lora.federation.protocol.server import ServerSession
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
@@ -151,6 +152,29 @@ def test_a_site_that_was_away_returns_with_its_own_state(tmp_path: Path) -> None
     assert before is not None and after is not None
     assert (after.round, after.steps) == (3, 4)
     assert int(after.state.opt.step[0]) == 4  # its own steps, not the federation's
+
+
+def test_a_site_that_was_away_at_the_end_gets_its_last_x_later(tmp_path: Path) -> None:
+    small = make_small(tmp_path, make_plan("pf2lora"))
+    small.greet()
+    small.round()
+    while not small.coordinator.over:
+        small.round(["site-1", "site-3", "site-4"])
+    assert small.coordinator.unserved() == list(SITES)
+    there = ["site-1", "site-3", "site-4"]
+    small.coordinator.finish(small.ask(small.coordinator.finish_requests(there)))
+    assert small.coordinator.unserved() == ["site-2"]
+    before = read_final(tmp_path / "server")
+    small.start_server()  # a later job
+    assert small.coordinator.over and small.coordinator.unserved() == ["site-2"]
+    small.greet()
+    requests = small.coordinator.finish_requests(list(SITES))
+    assert list(requests) == ["site-2"]
+    small.coordinator.finish(small.ask(requests))
+    assert small.coordinator.unserved() == []
+    assert read_final(tmp_path / "server").items() > before.items()
+    exported = small.sessions["site-2"].folder.folder / "clients" / "site-2"
+    assert (exported / "adapter_model.safetensors").is_file()
 
 
 def test_states_are_kept_for_a_few_rounds_only(tmp_path: Path) -> None:

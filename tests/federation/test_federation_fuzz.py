@@ -12,6 +12,7 @@ from small_federation import SITES, Small
 
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import messages
+from pf2lora.federation.protocol.agreement import agreeing_first
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,7 +29,7 @@ def test_no_bytes_of_one_site_cost_the_others_a_round(small: Small) -> None:
     hello = small.ask({"site-2": honest.hello()})["site-2"]
     for _ in range(150):
         with suppress(messages.Malformed, UserError):  # what the controller leaves a site out for
-            honest.agreeing_first({"site-1": hello, "site-2": broken(hello, random)})
+            agreeing_first({"site-1": hello, "site-2": broken(hello, random)}, honest.allow_list(None))
             honest.register("site-2", broken(hello, random))
     honest.register("site-2", hello)
     answers = small.ask(honest.requests(list(SITES), {1}))

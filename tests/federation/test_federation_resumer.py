@@ -24,7 +24,7 @@ from nvflare.fuel.flare_api.api_spec import InternalError
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, resumer
 from pf2lora.federation.flare.resumer import CONTINUES, JobStore, RunResumer
-from pf2lora.federation.protocol.run_status import Status, read_lines, run_folder, write_status
+from pf2lora.federation.protocol.run_status import Status, read_lines, read_status, run_folder, write_status
 
 
 class Server:
@@ -130,6 +130,21 @@ def test_a_continuation_waits_a_while_for_the_sites_that_were_there(
     server.there = ["a"]
     monkeypatch.setattr(resumer, "RETURN", -1.0)  # as if it had waited
     assert server.waiting() == [("first", dead)]
+
+
+def test_a_site_that_was_away_at_the_end_is_served_when_it_registers(server: Server) -> None:
+    first = server.job("first", RunStatus.FINISHED_COMPLETED, "finished")
+    status = read_status(run_folder(server.root, "first"))
+    assert status is not None
+    status.absent = ["b"]
+    write_status(run_folder(server.root, "first"), status)
+    server.resumer.serve("a", server.context)
+    assert server.waiting() == []
+    server.resumer.serve("b", server.context)
+    server.resumer.serve("b", server.context)  # it waits already
+    assert server.waiting() == [("first", None)]
+    (job,) = server.store.get_jobs_to_schedule(server.context)
+    assert job.min_sites == 1 and job.job_id != first
 
 
 class Lead:

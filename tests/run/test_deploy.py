@@ -154,6 +154,7 @@ def test_personal_steps_are_tried_round_by_round_and_the_best_is_kept(
     served = models([2.0] * 2, [1.2] * 2)
     found.look(after(4), {SERVED: served}, None)
     found.trial.schedule = SimpleNamespace(steps=10)
+    found.trial.workload.config.training.steps = 10
     done: Any = SimpleNamespace(number=4, served=None)
     assert found.try_personal_steps(done, served) is None  # 0 steps: none
     for steps, rounds in ((None, deploy.PERSONAL_ROUNDS), (1, 1), (10, 1), (11, 2)):

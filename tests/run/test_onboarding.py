@@ -63,6 +63,7 @@ def test_it_enters_the_result_and_the_report_and_changes_nothing_else(run: Path,
         "adapter_model.safetensors",
         "config.json",
         "onboarding.json",
+        "README.md",
     }
     assert {str(p) for p in changed - own} == {
         "state/clients/east.safetensors",

@@ -13,7 +13,15 @@ import pf2lora
 
 SHARED = (
     *("common/adapter_model.safetensors", "common/adapter_config.json", "state/common.safetensors"),
-    *("common/config.json", "state/run.json", "metrics.jsonl", "result.json", "config.toml", "report.html"),
+    *(
+        "common/config.json",
+        "common/README.md",
+        "state/run.json",
+        "metrics.jsonl",
+        "result.json",
+        "config.toml",
+        "report.html",
+    ),
 )
 
 

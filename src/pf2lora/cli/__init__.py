@@ -13,6 +13,7 @@ from pf2lora.cli.init import init_command
 from pf2lora.cli.methods import methods
 from pf2lora.cli.options import ListCommand
 from pf2lora.cli.predict import predict
+from pf2lora.cli.push import push
 from pf2lora.cli.report import report
 from pf2lora.cli.sweep import sweep
 from pf2lora.cli.train import compare, train
@@ -38,6 +39,7 @@ app.command(rich_help_panel="Use a run")(generate)
 app.command(rich_help_panel="Use a run")(evaluate)
 app.command(rich_help_panel="Use a run")(onboard)
 app.command(rich_help_panel="Use a run")(export)
+app.command(rich_help_panel="Use a run")(push)
 app.command(rich_help_panel="Use a run")(report)
 app.command(rich_help_panel="Look")(methods)
 app.add_typer(data.app, name="data", rich_help_panel="Look")

@@ -31,6 +31,12 @@ Quorum = Annotated[
     float,
     typer.Option("--quorum", help="Fraction of a round's sites that must answer.", rich_help_panel=RULES),
 ]
+Wait = Annotated[
+    float,
+    typer.Option(
+        "--wait", help="Seconds that a run below its quorum waits for sites.", rich_help_panel=RULES
+    ),
+]
 NormLimit = Annotated[
     float,
     typer.Option(
@@ -74,6 +80,7 @@ def rehearse(
     deadline: Deadline = 600.0,
     final_deadline: FinalDeadline = 3600.0,
     quorum: Quorum = 0.5,
+    wait: Wait = 3600.0,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
     masked: Masked = False,
@@ -103,6 +110,7 @@ def rehearse(
         "deadline": deadline,
         "final_deadline": final_deadline,
         "quorum": quorum,
+        "wait": wait,
         "norm_limit": norm_limit,
         "wire": wire,
         "masked": masked,
@@ -180,6 +188,17 @@ def join(kit: KitFolder) -> None:
     sys.exit(in_foreground(opened))
 
 
+@app.command()
+def leave(kit: KitFolder) -> None:
+    """End the server or the site that runs from a kit on this machine, whoever started it."""
+    from pf2lora.federation.flare.processes import leave as end
+    from pf2lora.federation.flare.processes import open_kit
+
+    opened = open_kit(kit)
+    end(opened)
+    tell(f"{opened.name} has ended")
+
+
 @configured
 def submit(
     settings: dict[str, Any],
@@ -191,6 +210,7 @@ def submit(
     deadline: Deadline = 600.0,
     final_deadline: FinalDeadline = 3600.0,
     quorum: Quorum = 0.5,
+    wait: Wait = 3600.0,
     norm_limit: NormLimit = 10.0,
     wire: Wire = "float32",
     masked: Masked = False,
@@ -210,6 +230,7 @@ def submit(
         deadline=deadline,
         final_deadline=final_deadline,
         quorum=quorum,
+        wait=wait,
         norm_limit=norm_limit,
         wire=wire,
         masked=masked,

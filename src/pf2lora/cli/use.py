@@ -144,8 +144,9 @@ def export(
     model: Model = None,
 ) -> None:
     """Write a client's adapter as a PEFT folder, or merged into the base model."""
-    from pf2lora.atomic import check_writable, new_folder
+    from pf2lora.atomic import check_writable, new_folder, write_text
     from pf2lora.errors import check_path, reading
+    from pf2lora.parsing import read_text
 
     with reading(check_path(out), "folder"):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -153,6 +154,7 @@ def export(
     check_writable(out.parent)
     loaded = open_run(run, method, "cpu", model)
     from pf2lora.adapters.peft import save_merged, save_peft
+    from pf2lora.run.cards import CARD
 
     common, personal = loaded.client(client)
     with new_folder(out) as folder:
@@ -161,6 +163,9 @@ def export(
         else:
             kind, base = loaded.task.peft_type, loaded.config.model.name
             save_peft(folder, loaded.model, common[0], personal[0], kind, base)
+            card = loaded.where / ("common" if client is None else f"clients/{client}") / CARD
+            if card.is_file():
+                write_text(folder / CARD, read_text(card))
     typer.echo(str(out))
 
 

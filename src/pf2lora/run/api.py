@@ -16,7 +16,7 @@ from pf2lora.data.memory import Tables
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
-from pf2lora.run import checkpoints, comparison, folder, resuming, trackers
+from pf2lora.run import cards, checkpoints, comparison, folder, resuming, trackers
 from pf2lora.run import config as configs
 from pf2lora.run import sweep as sweeps
 from pf2lora.run.checkpoints import Checkpoints
@@ -238,6 +238,7 @@ def watched_run(config: Config, out: Path, workload: Workload, keeper: Checkpoin
 
     def on_result(result: Result) -> None:
         write_json(out / "result.json", result.to_dict())
+        cards.write_cards(out, config, result)
 
     try:
         watcher = Watcher(on_round, on_outcome, lambda line: tell(Note(line)), on_result, tell)

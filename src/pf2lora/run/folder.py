@@ -4,8 +4,8 @@
     metrics.jsonl    one line per round, as it happens
     result.json      docs/result.md
     report.html      the report
-    common/          the common adapter, a PEFT folder
-    clients/NAME/    each client's adapter (common and own in one), a PEFT folder
+    common/          the common adapter, a PEFT folder with its model card
+    clients/NAME/    each client's adapter (common and own in one), a PEFT folder with its model card
     state/           x and each client's own y as this package loads them again (safetensors)
 
     checkpoints/     what an interrupted run goes on from (run/checkpoints.py); gone when it has ended
@@ -40,8 +40,10 @@ from pf2lora.run.workload import Workload
 ASIDE = ".newcomer"  # where a newcomer's files wait until all of them are there
 JOINED = "onboarding.json"  # beside the adapter of a client that joined later
 ADAPTER_FILES = (
+    "common/README.md",
     "common/adapter_*",
     "common/config.json",
+    "clients/*/README.md",
     "clients/*/adapter_*",
     "clients/*/config.json",
     f"clients/*/{JOINED}",
@@ -61,8 +63,9 @@ RUN_FILES = (*RUN_FILES, *(f"{ASIDE}/{pattern}" for pattern in RUN_FILES))
 def run_files(folder: Path) -> list[Path]:
     """The files in `folder` that a run wrote, and no others: a user's own `clients/` may well lie beside them."""
     found = [path for pattern in RUN_FILES for path in sorted(folder.glob(pattern))]
-    # A model's config.json is a run's only beside an adapter's.
-    found = [p for p in found if p.name != BASE_CONFIG or (p.parent / ADAPTER_CONFIG).exists()]
+    # A model's config.json and a README.md are a run's only beside an adapter's.
+    beside = (BASE_CONFIG, "README.md")
+    found = [p for p in found if p.name not in beside or (p.parent / ADAPTER_CONFIG).exists()]
     return found + half_written(folder)
 
 

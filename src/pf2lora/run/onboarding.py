@@ -18,6 +18,7 @@ from pf2lora.errors import CannotWrite, UserError
 from pf2lora.folder_lock import locked
 from pf2lora.methods import METHODS
 from pf2lora.run import folder, result, snapshot
+from pf2lora.run.cards import write_newcomer_card
 from pf2lora.run.checkpoints import FOLDER as CHECKPOINTS
 from pf2lora.run.joining import Found, Joining, scores_of
 from pf2lora.run.result import ClientInfo, NewcomerRecord, Result
@@ -161,6 +162,7 @@ def write_client(run: LoadedRun, where: Path, record: NewcomerRecord, found: Fou
         where, model, name, found.chosen.common[0], found.chosen.personal[0], run.task.peft_type, base
     )
     write_json(where / "clients" / name / folder.JOINED, asdict(record))
+    write_newcomer_card(where / "clients" / name, run.config, record, run.task.metrics)
     clients = saved.clients if name in saved.clients else [*saved.clients, name]
     folder.save_description(where, replace(saved, clients=clients))
 

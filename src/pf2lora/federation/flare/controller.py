@@ -8,53 +8,61 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
-import threading
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from nvflare.apis.client import Client
-from nvflare.apis.controller_spec import ClientTask, Task
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
-from pf2lora.errors import UserError
-from pf2lora.federation.flare.executor import BODY
+from pf2lora.errors import UserError, unknown
+from pf2lora.federation.flare.child import end_with
+from pf2lora.federation.flare.exchange import SiteMessages
+from pf2lora.federation.flare.provision import SITE_LIST
 from pf2lora.federation.protocol import approvals, audit
-from pf2lora.federation.protocol.agreement import DoesNotFit
+from pf2lora.federation.protocol.agreement import DoesNotFit, agreeing_first
 from pf2lora.federation.protocol.masked import ask
-from pf2lora.federation.protocol.messages import Malformed, encode
+from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.run_status import ALIVE, SITES, Status, append_line, run_folder, write_status
+from pf2lora.federation.protocol.run_status import SITES, Status, append_line, run_folder, write_status
 from pf2lora.federation.protocol.server import RoundRecord, ServerSession
 from pf2lora.federation.protocol.stopping import QuorumMissed, early_stop
+from pf2lora.parsing import read_json
 from pf2lora.run.evaluation import evaluation_rounds
 
-PERIOD = 0.05  # seconds between looks at the tasks
-FRESH = 30.0  # seconds within which a connected site was heard of
 LOADING = 600.0  # seconds for a site to load its data and base model, at least
+LOOK = 0.5  # seconds between looks for sites that are missing
+TRIES = 3  # of a round that misses its quorum
 
 
-class FederationController(Controller):
+class NewJob(Exception):
+    """A site waits that only a new job can take back."""
+
+
+class FederationController(SiteMessages):
     """The rounds of a plan, one FLARE task per site and message."""
 
     def __init__(self, plan: str) -> None:
         """`plan` is the run's plan as JSON, from the job."""
-        super().__init__(task_check_period=PERIOD)
+        super().__init__()
         self.plan = Plan.from_json(plan)
         self.present: list[str] = []
-        self.changed = threading.Condition()
         self.awaited: set[str] = set()  # sites with a standing hello
         self.returned: dict[str, object] = {}  # those that answered it, with their answer
         self.status = Status("running", 0, self.plan.run.training.rounds)
-        self.started = time.time()
+        self.misses: dict[int, int] = {}  # how often a round missed its quorum
+
+    def current_round(self) -> int:
+        """The round that is next."""
+        return self.session.done + 1
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Find the run's folder in the server's kit."""
@@ -75,8 +83,10 @@ class FederationController(Controller):
         )
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Tell the lead's `status` where the run stands."""
+        """Tell the lead's `status` where the run stands; the job's process ends with the server's."""
         super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.START_RUN:
+            end_with(os.getppid())
         if event_type == InfoCollector.EVENT_TYPE_GET_STATS:
             collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
             if isinstance(collector, GroupInfoCollector):
@@ -100,11 +110,40 @@ class FederationController(Controller):
                 self.note("running")
                 known = approvals.digest(json.loads(self.plan.to_json()))
                 audit.record(self.root, "run", job=self.status.job, run=self.plan.name, plan=known)
-                self.collect_hellos()
-                self.run_rounds()
+                self.patiently(self.collect_hellos)
+                self.patiently(self.run_rounds)
+            except NewJob:
+                self.note("continue")
             except UserError as error:
                 append_line(self.folder, str(error))
                 self.note("stopped" if isinstance(error, QuorumMissed) else "failed", str(error))
+
+    def patiently(self, part: Callable[[], None]) -> None:
+        """Do a part of the run. Where the quorum was missed for want of sites, wait for them as long as the plan says,
+        and do it again."""
+        while True:
+            try:
+                return part()
+            except QuorumMissed as missed:
+                number = self.current_round()
+                self.misses[number] = self.misses.get(number, 0) + 1
+                if not missed.missing or self.misses[number] > TRIES or not self.wait_for_sites(missed):
+                    raise
+
+    def wait_for_sites(self, missed: QuorumMissed) -> bool:
+        """Whether enough sites were back in time; `NewJob` where one is that cannot take part in this one."""
+        line = f"{missed}; it waits for them up to {self.plan.wait:g} s"
+        append_line(self.folder, line)
+        self.note("waiting", line)
+        until = time.monotonic() + self.plan.wait
+        while time.monotonic() < until and not self.abort.triggered:
+            self.take_back()
+            asked = self.session.chosen(self.current_round())
+            if sum(site in self.present for site in asked) >= self.plan.needed(len(asked)):
+                self.note("running")
+                return True
+            time.sleep(LOOK)
+        return False
 
     def refuse(self, line: str) -> None:
         """This job ends, and leaves the run of its name as it is."""
@@ -118,6 +157,10 @@ class FederationController(Controller):
         where no more sites fit together than do not, nobody can say who is right, and the run does not begin."""
         plan, known = self.plan, {c.name for c in self.fl_ctx.get_engine().get_clients()}
         connected = [s for s in plan.sites if s in known]
+        if self.session.over:  # some were away at its end
+            connected = [s for s in connected if s in self.session.unserved()]
+        elif self.session.done == 0:
+            self.check_names()
         append_line(
             self.folder,
             f"run {plan.name!r}: {len(connected)} of {len(plan.sites)} sites, rounds {self.session.done + 1} to "
@@ -126,7 +169,7 @@ class FederationController(Controller):
         timeout = max(LOADING, plan.deadline)
         answers = self.exchange("hello", dict.fromkeys(connected, self.session.hello()), timeout)
         misfits = []
-        for site in self.session.agreeing_first(answers):
+        for site in agreeing_first(answers, self.session.allow_list(None)):
             try:
                 self.admit(site, answers[site])
             except DoesNotFit as error:
@@ -136,10 +179,19 @@ class FederationController(Controller):
         for site in connected:
             if site not in answers:
                 self.drop(site, f"did not say hello within {timeout:g} s")
-        if len(self.present) < plan.needed(len(plan.sites)):
+        if len(self.present) < plan.needed(len(plan.sites)) and not self.session.over:
             left_out = self.status.left_out
             missing = [s for s in plan.sites if s not in self.present and s not in left_out]
             raise QuorumMissed(self.session.done + 1, 0, len(plan.sites), plan, missing, left_out)
+
+    def check_names(self) -> None:
+        """A UserError that names a site of the plan that there is none of, before anybody waits for it."""
+        listed = self.root / "local" / SITE_LIST
+        if listed.is_file():
+            known = [*read_json(listed), *(file.name for file in (self.root / SITES).glob("*"))]
+            for site in self.plan.sites:
+                if site not in known:
+                    raise unknown("site", site, known)
 
     def admit(self, site: str, data: object) -> None:
         """Take a site in by its hello. One that cannot be read leaves that site out, until it is started again; one
@@ -178,8 +230,8 @@ class FederationController(Controller):
                 "hello", site, self.session.hello(), 0, lambda data: self.returned.__setitem__(site, data)
             )
 
-    def take_back(self) -> bool:
-        """Take back who answered. True if one waits that only a new job can take back."""
+    def take_back(self) -> None:
+        """Take back who answered; `NewJob` if one waits that only a new job can take back."""
         with self.changed:
             returned, self.returned = dict(self.returned), {}
         for site, data in returned.items():
@@ -191,14 +243,7 @@ class FederationController(Controller):
         for site in self.plan.sites:
             if site not in self.present and self.needs_new_job(site):
                 append_line(self.folder, f"{site} is back: the run continues with it in a new job")
-                return True
-        return False
-
-    def needs_new_job(self, site: str) -> bool:
-        """It found the server after this job began, or it is connected while its part of this job is dead."""
-        if age(self.root / SITES / site) < time.time() - self.started:
-            return True
-        return bool(self.get_client_disconnect_time(site)) and age(self.root / ALIVE / site) < FRESH
+                raise NewJob
 
     # --- rounds ---------------------------------------------------------------------------------------------
 
@@ -207,9 +252,7 @@ class FederationController(Controller):
         session, config = self.session, self.plan.run
         measured = evaluation_rounds(config.training)
         while not session.over:
-            if self.take_back():
-                self.note("continue")
-                return
+            self.take_back()
             began = time.perf_counter()
             exchange = partial(self.exchange, timeout=self.plan.deadline)
             answers, summed = ask(session, self.present, measured, exchange)
@@ -218,9 +261,10 @@ class FederationController(Controller):
             missing = [s for s in session.chosen(session.done + 1) if s not in answers]
             for site in missing:
                 if site in self.present:
-                    self.drop(
-                        site, f"did not answer round {session.done + 1} within {self.plan.deadline:g} s"
-                    )
+                    within = f"within {self.plan.deadline:g} s"
+                    if self.started_again(site):
+                        within = "before it was started again"
+                    self.drop(site, f"did not answer round {session.done + 1} {within}")
             record = session.finish_round(answers, time.perf_counter() - began, missing, summed)
             self.report(record)
         answers = self.exchange("finish", session.finish_requests(self.present), self.plan.final_deadline)
@@ -231,6 +275,10 @@ class FederationController(Controller):
         append_line(
             self.folder, f"run {self.plan.name!r} finished: {session.done} rounds{early and '; ' + early}"
         )
+        self.status.absent = session.unserved()
+        if self.status.absent:
+            away = ", ".join(self.status.absent)
+            append_line(self.folder, f"without the last x: {away}; it is fetched when the site is back")
         cost = session.spent()
         if cost is not None:
             append_line(self.folder, f"privacy: {cost.sentence()}")
@@ -260,55 +308,3 @@ class FederationController(Controller):
         write_status(self.folder, self.status)
         if state != "running":
             audit.record(self.root, state, job=self.status.job, run=self.plan.name, line=line)
-
-    # --- messages over FLARE --------------------------------------------------------------------------------
-
-    def exchange(self, name: str, requests: Mapping[str, bytes], timeout: float) -> dict[str, object]:
-        """Send every site its request; what came back within `timeout` seconds."""
-        answers: dict[str, object] = {}
-        tasks = [
-            self.post(name, site, data, math.ceil(timeout), partial(answers.__setitem__, site))
-            for site, data in requests.items()
-        ]
-        until = time.monotonic() + timeout
-        with self.changed:
-            while len(answers) < len(requests) and time.monotonic() < until and not self.abort.triggered:
-                self.changed.wait(timeout=min(0.5, max(0.01, until - time.monotonic())))
-            found = dict(answers)
-        for task in tasks:
-            if task.completion_status is None and len(found) < len(requests):
-                self.cancel_task(task, fl_ctx=self.fl_ctx)
-        return found
-
-    def post(
-        self, name: str, site: str, data: bytes, seconds: int, deliver: Callable[[object], None]
-    ) -> Task:
-        """One FLARE task for one site, whose answer goes to `deliver`; `seconds` 0 waits for ever."""
-        number = self.session.done + 1
-
-        def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
-            with self.changed:
-                deliver(body(client_task.result, number))
-                self.changed.notify_all()
-
-        task = Task(name=name, data=Shareable({BODY: data}), timeout=seconds, result_received_cb=received)
-        self.send(task, self.fl_ctx, targets=[site])
-        return task
-
-
-def age(file: Path) -> float:
-    """Seconds since a file was written; for ever, if it was not."""
-    try:
-        return time.time() - file.stat().st_mtime
-    except OSError:
-        return math.inf
-
-
-def body(result: Shareable, number: int) -> object:
-    """A site's answer to a request of round `number`, whatever it is; a failure that FLARE reports becomes a problem
-    like any other."""
-    code = result.get_return_code()
-    if code == ReturnCode.OK:
-        return result.get(BODY)
-    why = "refused" if code == ReturnCode.TASK_RESULT_FILTER_ERROR else "failed"
-    return encode({"kind": "problem", "round": number, "code": why})

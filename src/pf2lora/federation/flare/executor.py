@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import FLContextKey
@@ -19,6 +21,7 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.apis.signal import Signal
 
 from pf2lora.errors import UserError
+from pf2lora.federation.flare.child import end_with
 from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.allow_list import ANSWERS, AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
@@ -40,6 +43,12 @@ class SiteExecutor(Executor):
         self.plan = Plan.from_json(plan)
         self.session: SiteSession | None = None
         self.problem: dict[str, Any] | None = None  # what the server is told of what stopped this site
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """The job's process ends with the site's."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.START_RUN:
+            end_with(os.getppid())
 
     def execute(
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,11 +20,17 @@ from typing import IO, Any
 
 from pf2lora.errors import UserError
 from pf2lora.federation import require_nvflare
+from pf2lora.federation.flare.child import PARENT
 
 STOP_TIMEOUT = 10.0  # seconds between asking a process to stop and making it
 ENGINE = {
-    "NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5"
-}  # a job's end does not wait 900 s for a site that is gone
+    "NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5",  # a job's end does not wait 900 s for a site that is gone
+    "MALLOC_ARENA_MAX": "2",  # else each of FLARE's threads keeps memory of its own for what it handled last
+}
+
+
+class Running(UserError):
+    """A kit is in use."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,7 @@ def command(kit: Kit) -> list[str]:
         sys.executable,
         "-u",
         "-m",
+        "pf2lora.federation.flare.child",
         entry,
         "-m",
         str(kit.folder),
@@ -142,38 +149,68 @@ def start(
         read_site_file(kit.folder / "local" / SITE_FILE)
         read_policy(kit.folder / "local" / POLICY_FILE)
     (kit.folder / "transfer").mkdir(exist_ok=True)
+    parent = {PARENT: str(os.getpid())}
     with locked(kit) as lock:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command(kit),
             cwd=kit.folder,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT if log else None,
-            env=os.environ | ENGINE | dict(environment or {}),
+            env=os.environ | ENGINE | dict(environment or {}) | parent,
             start_new_session=True,
             pass_fds=(lock.fileno(),),  # the lock lives as long as the participant
         )
+        lock.truncate(0)
+        lock.write(str(process.pid))  # for `leave`
+        return process
 
 
 @contextmanager
 def locked(kit: Kit) -> Iterator[IO[str]]:
     """A kit is one participant: started twice, the two would push each other out of the federation for ever."""
-    with (kit.folder / "lock").open("w") as lock:
+    with (kit.folder / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"{kit.name} is running already from {kit.folder}; stop it first") from None
+            raise Running(f"{kit.name} is running already from {kit.folder}; stop it first") from None
         yield lock
 
 
+def leave(kit: Kit) -> None:
+    """End the participant that runs from a kit, whoever started it."""
+    import psutil
+
+    try:
+        with locked(kit):
+            raise UserError(f"{kit.name} is not running from {kit.folder}")
+    except Running:
+        text = (kit.folder / "lock").read_text()
+    try:
+        process = psutil.Process(int(text))
+        ours = str(kit.folder) in process.cmdline()
+    except (ValueError, psutil.NoSuchProcess, psutil.AccessDenied):
+        ours = False
+    if not ours:
+        raise UserError(f"{kit.name} runs from {kit.folder}, but not on this machine or not as this user")
+    end([process.pid])
+
+
 def stop(*processes: subprocess.Popen[bytes]) -> None:
-    """End the processes and everything they started (job processes run in sessions of their own)."""
+    """End the processes and everything they started."""
+    end([process.pid for process in processes])
+    for process in processes:
+        process.wait()
+
+
+def end(pids: Sequence[int]) -> None:
+    """End processes and everything they started (job processes run in sessions of their own)."""
     import psutil
 
     family: list[psutil.Process] = []
-    for process in processes:
+    for pid in pids:
         try:
-            parent = psutil.Process(process.pid)
+            parent = psutil.Process(pid)
             family += [parent, *parent.children(recursive=True)]
         except psutil.NoSuchProcess:
             continue
@@ -188,8 +225,6 @@ def stop(*processes: subprocess.Popen[bytes]) -> None:
             member.kill()
         except psutil.NoSuchProcess:
             continue
-    for process in processes:
-        process.wait()
 
 
 @contextmanager

@@ -24,6 +24,10 @@ SCOPE = "pf2lora"
 SITE_CLASSES = ["pf2lora.federation.flare.executor.SiteExecutor"]
 SERVER_CLASSES = ["pf2lora.federation.flare.controller.FederationController"]
 HEARTBEAT_TIMEOUT = 60  # seconds of silence after which a site counts as gone
+SITE_LIST = "sites.json"  # in the server's `local/`: who was provisioned
+SILENCE = (
+    20  # seconds without a byte after which a site asks once more: FLARE's 300 are lost when a link is cut
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ def provision(project: Project, out: Path) -> dict[str, Path]:
             shutil.move(made / name, kits[name])
         shutil.move(made.parent / "state", out / "authority")
     harden_server(kits["server"])
+    atomic.write_json(kits["server"] / "local" / SITE_LIST, list(project.sites))
     for site in project.sites:
         harden_site(kits[site])
     for kit in kits.values():
@@ -142,7 +147,7 @@ def harden_site(kit: Path) -> None:
             "class_list_enforcement_mode": "enforce",
             "class_allow_list": SITE_CLASSES,
             "allow_log_streaming": False,
-            "client": {"retry_timeout": 30, "compression": "None"},
+            "client": {"retry_timeout": 30, "compression": "None", "communication_timeout": SILENCE},
             "components": [
                 component("resource_manager", f"{RESOURCES}.resource_managers.{MANAGER}"),
                 component("resource_consumer", f"{RESOURCES}.resource_consumers.{CONSUMER}"),

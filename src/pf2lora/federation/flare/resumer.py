@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
@@ -21,6 +22,7 @@ from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.run_status import (
     ALIVE,
     SITES,
+    UNFINISHED,
     Status,
     append_line,
     read_status,
@@ -28,7 +30,10 @@ from pf2lora.federation.protocol.run_status import (
 )
 
 TWICE = 10.0  # seconds after a sign of life in which a second registration is strange
-TRIES = 3  # continuations without a finished round in between
+TRIES, RETURNS = (
+    3,
+    20,
+)  # continuations without a finished round in between: of jobs that died, of sites that came back
 CONTINUES, AWAITS = (
     "pf2lora_continues",
     "pf2lora_awaits",
@@ -55,7 +60,10 @@ class RunResumer(FLComponent):
             peer = fl_ctx.get_peer_context()
             if peer and peer.get_identity_name():
                 self.turn_away(peer.get_identity_name(), fl_ctx)
-                self.heard(peer.get_identity_name(), event_type == EventType.CLIENT_REGISTER_PROCESSED)
+                registered = event_type == EventType.CLIENT_REGISTER_PROCESSED
+                self.heard(peer.get_identity_name(), registered)
+                if registered:
+                    self.serve(peer.get_identity_name(), fl_ctx)
         elif event_type in (EventType.JOB_COMPLETED, EventType.JOB_ABORTED):
             job = fl_ctx.get_prop(FLContextKey.EVENT_DATA)[JobMetaKey.JOB_ID.value]
             for folder in sorted((self.root / "runs").glob("*")):
@@ -77,7 +85,7 @@ class RunResumer(FLComponent):
             state = job.meta[JobMetaKey.STATUS.value]
             folder = self.root / "runs" / name
             status = read_status(folder)
-            unfinished = status is None or status.state in ("running", "continue")
+            unfinished = status is None or status.state in UNFINISHED
             if unfinished and state not in (RunStatus.SUBMITTED, RunStatus.FINISHED_ABORTED):
                 if status is not None:
                     append_line(folder, "the server was started again: the run goes on")
@@ -89,8 +97,8 @@ class RunResumer(FLComponent):
             fl_ctx.get_engine().server.client_manager.disable_client(site)
 
     def heard(self, site: str, registered: bool) -> None:
-        """A site found this server: it registered, or its heartbeat goes on after the server was started again. One that
-        registers while it is heard of may be two: that is said aloud."""
+        """A site found this server: it registered, or its heartbeat goes on after the server was started again. One
+        that registers while it is heard of may be two: that is said aloud."""
         alive = self.root / ALIVE / os.path.basename(site)
         if registered and alive.exists() and time.time() - alive.stat().st_mtime < TWICE:
             line = f"{site} registered while it was connected: it was started again, or somebody else has its kit"
@@ -101,6 +109,19 @@ class RunResumer(FLComponent):
         note(self.root / ALIVE, site)
         self.seen.add(site)
 
+    def serve(self, site: str, fl_ctx: FLContext) -> None:
+        """A site that was away at the end of a run gets its last x."""
+        manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
+        active = manager.get_jobs_by_status(
+            [RunStatus.SUBMITTED, RunStatus.DISPATCHED, RunStatus.RUNNING], fl_ctx
+        )
+        names = {job.meta[JobMetaKey.JOB_NAME.value] for job in active}
+        for folder in sorted((self.root / "runs").glob("*")):
+            status = read_status(folder)
+            if status and status.state == "finished" and site in status.absent and folder.name not in names:
+                meta = self.carried(status.job, fl_ctx) | {JobMetaKey.MIN_CLIENTS.value: 1}
+                manager.clone(status.job, meta, fl_ctx)
+
     def tell_lead(self, folder: Path, job: str, fl_ctx: FLContext) -> None:
         """How a job ended, for the lead's `status`."""
         status = read_status(folder, job)
@@ -110,20 +131,21 @@ class RunResumer(FLComponent):
 
     def ended(self, folder: Path, status: Status, aborted: bool, fl_ctx: FLContext) -> None:
         """The job of a run ended: continue the run, unless it is finished, was stopped, or gets nowhere."""
-        if aborted and status.state == "running":
+        if aborted and status.state in ("running", "waiting"):
             status.state, status.line = (
                 "stopped",
                 f"stopped by an administrator; `pf2lora federation resume {folder.name}` goes on",
             )
             write_status(folder, status)
             append_line(folder, status.line)
-        elif status.state in ("running", "continue"):
+        elif status.state in UNFINISHED:
             done, tries = self.tries.get(folder.name, (-1, 0))
             tries = tries + 1 if done == status.round else 1
             self.tries[folder.name] = (status.round, tries)
-            if tries > TRIES:
+            most = RETURNS if status.state == "continue" else TRIES
+            if tries > most:
                 status.state = "failed"
-                status.line = f"{TRIES} jobs in a row finished no round; see the server's log"
+                status.line = f"{most} jobs in a row finished no round; see the server's log"
                 write_status(folder, status)
                 append_line(folder, status.line)
             else:
@@ -132,9 +154,12 @@ class RunResumer(FLComponent):
     def continue_job(self, ended: str, sites: list[str], fl_ctx: FLContext) -> None:
         """Submit the job that ended once more, in its submitter's name, for the `sites` that were there."""
         manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
-        job = manager.get_job(ended, fl_ctx)
-        meta = {key.value: job.meta[key.value] for key in CARRIED if key.value in job.meta}
-        manager.clone(ended, meta | {CONTINUES: ended, AWAITS: sites}, fl_ctx)
+        manager.clone(ended, self.carried(ended, fl_ctx) | {CONTINUES: ended, AWAITS: sites}, fl_ctx)
+
+    def carried(self, ended: str, fl_ctx: FLContext) -> dict[str, Any]:
+        """What a job has of one that it goes on with."""
+        job = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER).get_job(ended, fl_ctx)
+        return {key.value: job.meta[key.value] for key in CARRIED if key.value in job.meta}
 
 
 def note(folder: Path, site: str) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pf2lora import atomic
 from pf2lora.errors import UserError
+from pf2lora.federation.protocol.allow_list import AllowList
+from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.parsing import read_text
 
@@ -23,7 +26,7 @@ MUST_AGREE = (
     "layout",
 )  # of what sites say of themselves
 # Between a run's beginning and its resumption.
-MAY_CHANGE = ("deadline", "final_deadline", "quorum", "norm_limit", "rounds", "patience")
+MAY_CHANGE = ("deadline", "final_deadline", "wait", "quorum", "norm_limit", "rounds", "patience")
 
 
 class DoesNotFit(UserError):
@@ -56,12 +59,16 @@ def check_fits(site: str, facts: Mapping[str, Any], other: str, theirs: Mapping[
         )
 
 
-def agreeing_first(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The sites, those before all others of which the most have the same: one that is alone with what it has should not
-    be the measure of the rest."""
-    alike = {site: tuple(json.dumps(told.get(key)) for key in MUST_AGREE) for site, told in facts.items()}
+def agreeing_first(answers: Mapping[str, object], allowed: AllowList) -> list[str]:
+    """Who answered a hello, those before all others of which the most have the same: one that is alone with what it has
+    should not be the measure of the rest. Answers that cannot be read say nothing."""
+    alike: dict[str, tuple[str, ...]] = {}
+    for site, data in answers.items():
+        with suppress(Malformed):
+            told = allowed.check(data, ("hello",)).fields
+            alike[site] = tuple(json.dumps(told.get(key)) for key in MUST_AGREE)
     votes = Counter(alike.values())
-    return sorted(facts, key=lambda site: -votes[alike[site]])
+    return sorted(answers, key=lambda site: -votes[alike[site]] if site in alike else 1)
 
 
 def keep_plan(plan: Plan, file: Path) -> None:

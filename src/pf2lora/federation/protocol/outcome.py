@@ -16,6 +16,7 @@ from pf2lora.federation.protocol.site_models import CHOICE, SCORES, choice_file,
 from pf2lora.parsing import read_json
 from pf2lora.run import costs
 from pf2lora.run import folder as run_folder
+from pf2lora.run.cards import write_cards
 from pf2lora.run.comparison import describe
 from pf2lora.run.decode import decode
 from pf2lora.run.deploy import SERVED
@@ -50,6 +51,7 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
     run_folder.save_description(out, run_folder.description(workload, plan.method, config.training.seed))
     result = describe(workload, {trial.method.name: MethodResult(trial.method.label, [record])}, [])
     write_json(out / "result.json", result.to_dict())
+    write_cards(out, config, result)
     report.build([result], out / "report.html")
     trial.model.remove()
     return result

@@ -25,9 +25,9 @@ class Plan:
 
     `metric` is the headline where the lead's data set is known by one; for generated text it says which scores there
     are. `deadline` is in seconds per round, `final_deadline` for the scores at the end; `quorum` the fraction of a
-    round's sites that must answer in time; `norm_limit` how many times the median an update's norm, or its change's,
-    may be; `wire` the precision in which the common adapter travels; `merge` how updates become one. In a `masked` run
-    the server sees only the sum of a round's updates.
+    round's sites that must answer in time, `wait` how many seconds a run below it waits for sites; `norm_limit` how
+    many times the median an update's norm, or its change's, may be; `wire` the precision in which the common adapter
+    travels; `merge` how updates become one. In a `masked` run the server sees only the sum of a round's updates.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Plan:
     metric: str | None = None
     deadline: float = 600.0
     final_deadline: float = 3600.0
+    wait: float = 3600.0
     quorum: float = 0.5
     norm_limit: float = 10.0
     wire: str = "float32"
@@ -57,6 +58,8 @@ class Plan:
             raise UserError(
                 f"final_deadline is {self.final_deadline}; it is the time of the last scores in seconds, above 0"
             )
+        if not self.wait >= 0:
+            raise UserError(f"wait is {self.wait}; it is a time in seconds, 0 or more")
         if not 0 < self.quorum <= 1:
             raise UserError(
                 f"quorum is {self.quorum}; it is the fraction of a round's sites that must answer, in (0, 1]"

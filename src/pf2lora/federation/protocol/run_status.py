@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pf2lora import atomic
 from pf2lora.errors import UserError
@@ -14,12 +15,14 @@ from pf2lora.run.decode import decode
 
 SITES = "registered"  # a file per site, as old as its way to this server
 ALIVE = "alive"  # a file per site, as old as its last heartbeat
-STATUS, LINES, JOBS = "status.json", "lines.jsonl", "jobs"
+UNFINISHED = ("running", "waiting", "continue")
+STATUS, LINES, JOBS, FINAL = "status.json", "lines.jsonl", "jobs", "final.json"
 
 
 @dataclass
 class Status:
-    """`state` is running, continue (a new job takes over), stopped, failed or finished; `line` says why."""
+    """`state` is running, waiting (below its quorum), continue (a new job takes over), stopped, failed or finished;
+    `line` says why. `absent` are the sites that were not there at the end."""
 
     state: str
     round: int
@@ -27,6 +30,7 @@ class Status:
     job: str = ""
     line: str = ""
     present: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # by its hello, with the reason
     deadline: float = 0.0
     quorum: float = 0.0
@@ -54,6 +58,13 @@ def read_status(folder: Path, job: str = "") -> Status | None:
         return decode(Status, read_json(file), str(file))
     except UserError:
         return None
+
+
+def read_final(folder: Path) -> dict[str, dict[str, Any]]:
+    """The sites' last scores, as far as they are known."""
+    file = folder / FINAL
+    found: dict[str, dict[str, Any]] = read_json(file) if file.is_file() else {}
+    return found
 
 
 def append_line(folder: Path, line: str) -> None:

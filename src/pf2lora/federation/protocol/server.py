@@ -18,7 +18,7 @@ from pf2lora.engines.bad_clients import check_enough
 from pf2lora.engines.local import merge_weights
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import private, robust, server_checkpoint
-from pf2lora.federation.protocol.agreement import agreeing_first, check_fits, keep_plan
+from pf2lora.federation.protocol.agreement import check_fits, keep_plan
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.checkpoints import restored, writing
 from pf2lora.federation.protocol.masked import Summed, check_maskable, lost_sum, merge_sum
@@ -34,6 +34,7 @@ from pf2lora.federation.protocol.messages import (
 )
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import OF_A_ROUND, told
+from pf2lora.federation.protocol.run_status import FINAL, read_final
 from pf2lora.federation.protocol.server_checkpoint import Knowledge
 from pf2lora.federation.protocol.stopping import QuorumMissed, out_of_patience
 from pf2lora.federation.protocol.update_checks import bounded, check_rows, odd_updates, starts
@@ -79,16 +80,6 @@ class ServerSession:
         self.resume()
 
     # --- who is there ---------------------------------------------------------------------------------------
-
-    def agreeing_first(self, answers: Mapping[str, object]) -> list[str]:
-        """Who answered a hello, those first of which the most have the same; unreadable answers say nothing."""
-        facts: dict[str, Mapping[str, Any]] = {}
-        for site, data in answers.items():
-            try:
-                facts[site] = self.allow_list(None).check(data, ("hello",)).fields
-            except Malformed:
-                continue
-        return [*agreeing_first(facts), *(site for site in answers if site not in facts)]
 
     def register(self, site: str, data: object) -> None:
         """Take a site's answer to a hello. `Malformed` if it is none; a UserError that names the site and the remedy
@@ -178,9 +169,15 @@ class ServerSession:
         return found
 
     def finish_requests(self, present: list[str]) -> dict[str, bytes]:
-        """After the last round: the last average, to keep and to measure."""
+        """After the last round: the last average, to keep and to measure; for those that have not got it."""
         fields: dict[str, Any] = {"kind": "finish", "round": self.done + 1}
-        return {site: encode(fields | self.undo(site), self.common_for(site)) for site in present}
+        sites = [site for site in present if site in self.unserved()]
+        return {site: encode(fields | self.undo(site), self.common_for(site)) for site in sites}
+
+    def unserved(self) -> list[str]:
+        """The sites that have not yet told their last scores."""
+        told = read_final(self.folder)
+        return [s for s in self.plan.sites if told.get(s, {}).get("round") != self.done + 1]
 
     def undo(self, site: str) -> dict[str, int]:
         """The round that a site is to undo: its last one, where what it sent then was refused."""
@@ -302,14 +299,14 @@ class ServerSession:
 
     def finish(self, answers: Mapping[str, object]) -> None:
         """The last scores, and the end."""
-        scores: dict[str, dict[str, Any]] = {}
+        scores = read_final(self.folder)
         for site, data in answers.items():
             try:
                 scores[site] = self.read_answer(data, "scores", self.done + 1).fields
             except Malformed as error:
                 scores[site] = {"kind": "problem", "reason": str(error)}
         with writing(self.folder):
-            atomic.write_json(self.folder / "final.json", scores)
+            atomic.write_json(self.folder / FINAL, scores)
         self.save()
 
     # --- the checkpoint -------------------------------------------------------------------------------------

@@ -16,6 +16,21 @@ Answers = Mapping[str, Mapping[str, Any]]
 """The fields of each site's answer in a round."""
 
 
+class QuorumMissed(UserError):
+    """Too few usable answers."""
+
+    def __init__(
+        self, number: int, got: int, asked: int, plan: Plan, missing: list[str], refused: Mapping[str, str]
+    ) -> None:
+        self.missing = missing
+        why = [f"{site} did not answer within {plan.deadline:g} s" for site in missing]
+        why += [f"{site}: {reason}" for site, reason in refused.items()]
+        super().__init__(
+            f"round {number}: {got} of {asked} sites gave an update and the quorum is {plan.needed(asked)} "
+            f"({'; '.join(why) or 'no site was there'}); resumed, the run goes on with this round"
+        )
+
+
 def out_of_patience(training: TrainingSettings, rounds: Iterable[Answers]) -> bool:
     """Whether the mean of the sites' validation losses did not fall for as many evaluations as the run waits. Asked of
     all rounds each time: a server that is started again stops where it would have."""
@@ -36,17 +51,3 @@ def early_stop(training: TrainingSettings, done: int) -> str:
         return ""
     evaluations = f"{training.patience} evaluation{'s' if training.patience != 1 else ''}"
     return f"stopped after round {done} of {training.rounds}: the mean validation loss did not fall for {evaluations}"
-
-
-class QuorumMissed(UserError):
-    """Too few usable answers."""
-
-    def __init__(
-        self, number: int, got: int, asked: int, plan: Plan, missing: list[str], refused: Mapping[str, str]
-    ) -> None:
-        why = [f"{site} did not answer within {plan.deadline:g} s" for site in missing]
-        why += [f"{site}: {reason}" for site, reason in refused.items()]
-        super().__init__(
-            f"round {number}: {got} of {asked} sites gave an update and the quorum is {plan.needed(asked)} "
-            f"({'; '.join(why) or 'no site was there'}); resumed, the run goes on with this round"
-        )

@@ -1,0 +1,107 @@
+"""Messages between the server and its sites over FLARE, a task for each; and which sites it has heard of."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+
+from pf2lora.federation.flare.executor import BODY
+from pf2lora.federation.protocol.messages import encode
+from pf2lora.federation.protocol.run_status import ALIVE, SITES
+
+PERIOD = 0.05  # seconds between looks at the tasks
+FRESH = 30.0  # seconds within which a connected site was heard of
+
+
+class SiteMessages(Controller):
+    """What a controller says to sites and hears from them. `root` is the server's kit."""
+
+    root: Path
+    abort: Signal
+    fl_ctx: FLContext
+
+    def __init__(self) -> None:
+        super().__init__(task_check_period=PERIOD)
+        self.changed = threading.Condition()
+        self.started = time.time()
+
+    @abstractmethod
+    def current_round(self) -> int:
+        """The round that is asked about."""
+
+    def exchange(self, name: str, requests: Mapping[str, bytes], timeout: float) -> dict[str, object]:
+        """Send every site its request; what came back within `timeout` seconds. Nobody waits for a site that was
+        started again meanwhile: what it was asked went with the process that it was."""
+        answers: dict[str, object] = {}
+        tasks = [
+            self.post(name, site, data, math.ceil(timeout), partial(answers.__setitem__, site))
+            for site, data in requests.items()
+        ]
+        until = time.monotonic() + timeout
+        with self.changed:
+            while time.monotonic() < until and not self.abort.triggered:
+                if all(site in answers or self.started_again(site) for site in requests):
+                    break
+                self.changed.wait(timeout=min(0.5, max(0.01, until - time.monotonic())))
+            found = dict(answers)
+        for task in tasks:
+            if task.completion_status is None and len(found) < len(requests):
+                self.cancel_task(task, fl_ctx=self.fl_ctx)
+        return found
+
+    def post(
+        self, name: str, site: str, data: bytes, seconds: int, deliver: Callable[[object], None]
+    ) -> Task:
+        """One FLARE task for one site, whose answer goes to `deliver`; `seconds` 0 waits for ever."""
+        number = self.current_round()
+
+        def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
+            with self.changed:
+                deliver(body(client_task.result, number))
+                self.changed.notify_all()
+
+        task = Task(name=name, data=Shareable({BODY: data}), timeout=seconds, result_received_cb=received)
+        self.send(task, self.fl_ctx, targets=[site])
+        return task
+
+    # --- who was heard of -----------------------------------------------------------------------------------
+
+    def started_again(self, site: str) -> bool:
+        """Whether a site found the server after this job began."""
+        return age(self.root / SITES / site) < time.time() - self.started
+
+    def needs_new_job(self, site: str) -> bool:
+        """It found the server after this job began, or it is connected while its part of this job is dead."""
+        if self.started_again(site):
+            return True
+        return bool(self.get_client_disconnect_time(site)) and age(self.root / ALIVE / site) < FRESH
+
+
+def age(file: Path) -> float:
+    """Seconds since a file was written; for ever, if it was not."""
+    try:
+        return time.time() - file.stat().st_mtime
+    except OSError:
+        return math.inf
+
+
+def body(result: Shareable, number: int) -> object:
+    """A site's answer to a request of round `number`, whatever it is; a failure that FLARE reports becomes a problem
+    like any other."""
+    code = result.get_return_code()
+    if code == ReturnCode.OK:
+        return result.get(BODY)
+    why = "refused" if code == ReturnCode.TASK_RESULT_FILTER_ERROR else "failed"
+    return encode({"kind": "problem", "round": number, "code": why})

@@ -1,0 +1,88 @@
+"""Sites that come back, with real processes: at once, after the end, after a cut link; and a killed `join`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_federation import SITES, make_plan
+
+pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
+
+import psutil
+from flare_federation import flare
+
+from pf2lora.federation.protocol.server import ServerSession
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_site_that_is_started_again_is_noticed_at_once_and_one_away_at_the_end_is_served(
+    tmp_path: Path,
+) -> None:
+    plan = make_plan("pf2lora", SITES[:3], config={"rounds": 25, "steps": 30}, deadline=60)
+    with flare(tmp_path, plan) as run:
+        run.start("server")
+        run.start(*plan.sites)
+        run.submit()
+        run.wait(lambda: run.round() >= 2, 120, "round 2")
+        run.kill("site-2")
+        run.start("site-2")
+        run.wait(lambda: run.says("before it was started again"), 60, "it to be noticed")
+        run.wait(lambda: run.says("rounds 4 to") or run.says("rounds 5 to"), 120, "the run to go on with it")
+        assert all(
+            r["seconds"] < 30 for r in ServerSession(plan, run.run).records
+        )  # nobody waited for the deadline
+        run.kill("site-3")  # it is not there at the end
+        run.wait(lambda: run.state() == "finished", 240, "the end")
+        final = run.run / "final.json"
+        assert "site-3" not in json.loads(final.read_text())
+        run.start("site-3")
+        run.wait(lambda: "site-3" in json.loads(final.read_text()), 120, "the last x")
+        assert (tmp_path / "state" / "site-3" / plan.name / "clients" / "site-3").is_dir()
+        run.wait(lambda: run.state() == "finished", 60, "the end")
+
+
+def test_a_stopped_site_is_back_within_half_a_minute(tmp_path: Path) -> None:
+    """SIGSTOP is what a cut link is to the others: nothing comes, and nothing says so."""
+    plan = make_plan("homlora", SITES[:2], config={"rounds": 400, "steps": 30}, deadline=10)
+    with flare(tmp_path, plan) as run:
+        run.start("server")
+        run.start(*plan.sites)
+        run.submit()
+        run.wait(lambda: run.round() >= 2, 120, "round 2")
+        site = psutil.Process(run.started["site-2"].pid)
+        family = [site, *site.children(recursive=True)]
+        for member in family:
+            member.send_signal(signal.SIGSTOP)
+        run.wait(lambda: run.says("site-2 did not answer round"), 60, "the deadline")
+        time.sleep(30)
+        for member in family:
+            member.send_signal(signal.SIGCONT)
+        began = time.monotonic()
+        run.wait(lambda: run.says("site-2 is back"), 60, "its return")
+        print(f"back after {time.monotonic() - began:.1f} s")
+        assert time.monotonic() - began < 30
+
+
+def test_a_killed_join_leaves_nothing_behind(tmp_path: Path) -> None:
+    plan = make_plan("homlora", SITES[:1], config={"rounds": 400, "steps": 30}, deadline=60)
+    with flare(tmp_path, plan) as run:
+        run.start("server")
+        start = [sys.executable, "-c", "from pf2lora.cli.federation import app; app()", "join"]
+        join = subprocess.Popen([*start, str(run.kits["site-1"])], stderr=subprocess.DEVNULL)
+        run.wait(lambda: (run.kits["server"] / "registered" / "site-1").exists(), 90, "the site")
+        run.submit()
+        run.wait(lambda: run.round() >= 2, 120, "round 2")
+        family = psutil.Process(join.pid).children(recursive=True)
+        assert len(family) == 2  # the site and its job
+        os.kill(join.pid, signal.SIGKILL)
+        join.wait()
+        _, alive = psutil.wait_procs(family, timeout=15)
+        assert not alive
