@@ -69,9 +69,8 @@ def make_authority(project: Path, out: Path, days: int) -> str:
     atomic.make_folder(out, 0o700)
     atomic.write_text(out / PROFILE, profile(described))
     shutil.copyfile(project, out / PROJECT)
-    said = nvflare(
-        "cert", "init", "--profile", out / PROFILE, "-o", out, "--org", "pf2lora", "--valid-days", str(days)
-    )
+    # Without --org: FLARE 2.9 would name the issuer of what it signs without it, and nobody's chain would hold.
+    said = nvflare("cert", "init", "--profile", out / PROFILE, "-o", out, "--valid-days", str(days))
     for file in out.iterdir():
         file.chmod(0o600)
     audit.record(out, "authority", project=described.name, fingerprint=said["rootca_fingerprint_sha256"])
