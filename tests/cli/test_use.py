@@ -68,7 +68,7 @@ def test_evaluate_gives_what_the_run_measured(
     args = ["evaluate", folder, file, "--client", "south", "--method", method, "--json"]
     code, out, _ = command_line(monkeypatch, capsys, *args)
     found = json.loads(out)
-    assert code == 0 and found.pop("rows") == 16
+    assert code == 0 and found.pop("rows") == 16 and set(found.pop("labels")) == {"neg", "pos"}
     for metric, value in found.items():
         wanted = served[metric].per_client[1]
         assert value == (wanted if wanted is None else pytest.approx(wanted, abs=1e-6)), metric

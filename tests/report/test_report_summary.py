@@ -46,9 +46,23 @@ def test_each_client_has_what_it_should_deploy_in_plain_words() -> None:
     found = summary(typed(result))
     assert [row["deploy"] for row in found["rows"]] == [
         "the shared model, without a part of its own",
-        "the model it was given after round 2 of 3",
+        "the model it was given, after round 2 of 3",
     ]
     assert found["advice"] == "" and found["more"] == 0 and found["trivial"] == ""
+
+
+def test_who_would_do_as_well_without_a_model_is_named() -> None:
+    result = with_classes(make_result(clients=3))
+    assert "not ready" not in said(result)
+    result["baselines"]["trivial"]["scores"]["accuracy"]["per_client"][1] = 0.999
+    assert f"For {result['clients'][1]['name']} the model is no better than the majority label" in said(
+        result
+    )
+
+
+def test_who_trains_alone_was_given_nothing() -> None:
+    found = summary(typed(small(local=[0.9, 0.91])))
+    assert {row["deploy"] for row in found["rows"]} == {"its own model"}
 
 
 def test_a_hundred_clients_leave_it_half_a_page() -> None:

@@ -148,6 +148,25 @@ def test_right_labels_and_answers_of_each_client(page: chromium.Page, full: dict
     assert cells[0::4] == [f"{value * 100:.1f}" for value in f1] and cells[3::4] == ["51", "50"]
 
 
+def test_wrong_rows_are_a_table(browser: chromium.Page, full: dict[str, Any], tmp_path: Path) -> None:
+    examples = [
+        {"client": name, "prompt": f"{HOSTILE} {name}", "references": ["negative"], "outputs": outputs}
+        for name, outputs in (
+            ("clinic-a", {"pf2lora": "positive (93%)"}),
+            ("clinic-b", {"local": "positive (51%)"}),
+        )
+    ]
+    browser.open(build(typed(full | {"examples": examples}), tmp_path / "wrong.html"))
+    heads = browser.evaluate(TEXT.format("#examples thead th"))
+    assert heads == ["Client", "Text", "Right label", "PF2LoRA", "Local"]
+    cells = browser.evaluate(TEXT.format("#examples tbody td"))
+    assert cells[:4] == [f"{HOSTILE} clinic-a", "negative", "positive (93%)", "–"]
+    browser.evaluate("""(() => { const box = document.querySelector('#examples select'); box.value = 'clinic-b';
+        box.dispatchEvent(new Event('change')); })()""")
+    assert browser.evaluate(TEXT.format("#examples tbody th")) == ["clinic-b"]
+    assert "--examples 3" not in browser.evaluate("document.querySelector('#errors').textContent")
+
+
 def test_ranks_stand_beside_how_different_a_client_is(page: chromium.Page, full: dict[str, Any]) -> None:
     heads = page.evaluate(TEXT.format("#ranks th.mean"))
     assert heads == ["mean rank", "own part", "labels apart"]

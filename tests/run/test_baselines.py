@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from little_world import FAST, SECRETS, World, command_line, make_world, opened, sentences, write_jsonl
 
 import pf2lora
-from pf2lora.run.confusion import of_label
+from pf2lora.run.comparison import place_of
+from pf2lora.run.confusion import macro_f1, of_label
 from pf2lora.run.result import Result, load_result
 from pf2lora.tasks.classification.rows import TextRow
 from pf2lora.tasks.classification.task import Classification
@@ -89,6 +91,7 @@ def test_f1_by_hand() -> None:
     nobody = [[3, 0], [0, 0]]
     assert of_label(nobody, 1) == (None, None, None, 0)  # neither there nor answered
     assert of_label([[3, 0], [2, 0]], 1) == (None, 0.0, 0.0, 2)
+    assert macro_f1(table) == pytest.approx((16 / 22 + 12 / 18) / 2) and macro_f1(nobody) == 1.0
 
 
 def test_examples_are_wrong_ones_and_their_texts_are_kept_where_that_is_asked_for(
@@ -113,7 +116,23 @@ def test_evaluate_shows_what_is_wrong(
     _, out, _ = command_line(monkeypatch, capsys, *args, "--examples", "3")
     assert out.count("right: ") == 3 and "answered: " in out
     _, plain, _ = command_line(monkeypatch, capsys, *args)
-    assert "right: " not in plain
+    assert "right: " not in plain and "precision" in plain and "mean F1" in plain
+    found = json.loads(command_line(monkeypatch, capsys, *args, "--json")[1])
+    assert set(found["labels"]) == {"neg", "pos"} and sum(of["rows"] for of in found["labels"].values()) == 40
+
+
+def test_the_title_names_the_data(world: World, result: Result, tmp_path: Path) -> None:
+    (tmp_path / "clinics" / "data").mkdir(parents=True)
+    assert result.title == f"Centralized LoRA and Per-FedAvg-LoRA on {world.root.name}, 4 clients"
+    for files, name in (
+        ([tmp_path / "clinics" / "data"], "clinics"),
+        ([tmp_path / "clinics" / "*.jsonl"], "clinics"),
+        ([tmp_path / "clinics" / "a.csv", tmp_path / "clinics" / "b.csv"], "clinics"),
+        ([tmp_path / "reviews.csv.gz"], "reviews"),
+        ([tmp_path / "a" / "x.csv", tmp_path / "b" / "y.csv"], ""),
+        ([], ""),
+    ):
+        assert place_of(files) == name
 
 
 def test_the_terminal_has_them(world: World, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

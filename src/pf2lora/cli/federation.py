@@ -311,3 +311,27 @@ def keep_newest(kit: KitFolder, name: Annotated[str, typer.Argument(help="The ru
     file = kit / "local" / SITE_FILE
     number = CheckpointFolder(file.parent / read_site_file(file).state / name, name).keep_newest()
     typer.echo(f"{name}: the site goes on with its adapter of round {number} when it joins again")
+
+
+@app.command()
+def fetch(
+    kit: LeadKit,
+    name: Annotated[str, typer.Argument(help="The run's name.")],
+    model: Annotated[str, typer.Option("--model", help="The base model: a folder or a hub name.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The run folder to write (default: runs/NAME).")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")] = False,
+) -> None:
+    """Get a finished run: the common adapter for PEFT, result.json, report.html."""
+    import tempfile
+
+    from pf2lora.cli.show import quiet_libraries, show_result
+    from pf2lora.federation.flare import admin
+    from pf2lora.federation.protocol.fetched import build
+
+    quiet_libraries()
+    where = out or Path("runs") / name
+    with tempfile.TemporaryDirectory() as scratch:
+        result = build(admin.fetch(kit, name, Path(scratch)), where, model, force=force)
+    show_result(result, where)

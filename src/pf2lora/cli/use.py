@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,8 +13,10 @@ from pf2lora.cli.options import WRITTEN, columned, with_columns
 from pf2lora.errors import UserError, one_line
 
 if TYPE_CHECKING:
+    from pf2lora.run.confusion import OfLabel
     from pf2lora.run.saved import LoadedRun
 
+LABELS_SHOWN = 30  # a longer list is for --json
 Run = Annotated[Path, typer.Argument(help="The run folder.")]
 ClientName = Annotated[str | None, typer.Option("--client", help="Whose model; without, the common one.")]
 Method = Annotated[str | None, typer.Option("--method", help="Which method of a run of several.")]
@@ -50,6 +52,7 @@ def evaluate(
 ) -> None:
     """Measure a client's model on a file."""
     from pf2lora.data.loading import read_rows
+    from pf2lora.run.confusion import macro_f1, of_labels
 
     loaded = open_run(run, method, device, model)
     task = with_columns(loaded.config.task, settings)
@@ -58,11 +61,19 @@ def evaluate(
     answers = loaded.answers(client, rows, own)
     scores = loaded.task.score(answers, rows)
     shown = [e._asdict() for e in loaded.task.examples(answers, rows, examples)] if examples else []
+    counted = loaded.task.confusion(answers, rows)
+    labels = dict(zip(loaded.task.labels, of_labels(counted))) if counted else {}
     if as_json:
-        typer.echo(json.dumps(scores | {"rows": len(rows)} | ({"examples": shown} if examples else {})))
+        more: dict[str, Any] = (
+            {"labels": {name: found._asdict() for name, found in labels.items()}} if labels else {}
+        )
+        more |= {"examples": shown} if examples else {}
+        typer.echo(json.dumps(scores | {"rows": len(rows)} | more))
         return
     typer.echo(f"{len(rows)} rows of {file}, method {loaded.saved.method}")
     show_scores(loaded, {client or "the common model": scores})
+    if counted and len(labels) <= LABELS_SHOWN:
+        show_labels(labels, macro_f1(counted))
     for example in shown:
         typer.echo(one_line(f"row {example['row'] + 1}: {' '.join(example['prompt'].split())}"))
         typer.echo(one_line(f"  right: {' | '.join(example['references'])}; answered: {example['output']}"))
@@ -186,6 +197,27 @@ def open_run(run: Path, method: str | None, device: str, model: str | None = Non
             err=True,
         )
     return loaded
+
+
+def show_labels(labels: dict[str, OfLabel], mean: float | None) -> None:
+    """How good each label is."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    from pf2lora.cli.show import console
+
+    def shown(value: float | None) -> str:
+        return "–" if value is None else f"{value:.1%}"
+
+    table = Table("label", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("F1", "precision", "recall", "rows"):
+        table.add_column(column, justify="right")
+    for name, found in labels.items():
+        figures = (shown(found.f1), shown(found.precision), shown(found.recall), str(found.rows))
+        table.add_row(escape(name), *figures)
+    table.add_row("mean F1", shown(mean), "", "", "", style="dim")
+    console.print(table)
 
 
 def show_scores(loaded: LoadedRun, rows: dict[str, dict[str, float | None]]) -> None:

@@ -1,4 +1,5 @@
-/* Right labels against answers: one method, seed and client (or all clients) at a time, with each label's figures. */
+/* Right labels against answers: one method, seed and client (or all clients) at a time, with each label's figures; and
+   rows that were wrong, where their texts were kept. */
 
 function errorsView(host, data) {
   const series = data.series.filter((item) => item.runs.some((run) => run.confusion));
@@ -46,4 +47,19 @@ function confusionTables(data, run, client) {
       el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'Label'), ['F1', 'Precision', 'Recall', 'Test rows'].map((text) => el('th', { scope: 'col', class: 'number' }, text)))),
       el('tbody', {}, labels.map(({ label, rows, precision, recall, f1 }) => el('tr', {}, el('th', { scope: 'row' }, cut(label)),
         [share(f1), share(precision), share(recall), String(rows)].map((text) => el('td', { class: 'number' }, text))))))))];
+}
+
+function wrongView(host, data) {
+  const series = data.series.filter((item) => data.examples.some((example) => example.outputs[item.method] !== undefined));
+  const clients = [...new Set(data.examples.map((example) => example.client))];
+  const body = el('div');
+  const show = (client) => {
+    const rows = data.examples.filter((example) => !client || example.client === client);
+    body.replaceChildren(el('div', { class: 'scroll' }, el('table', {}, tableCaption(`Test rows that were wrong${client ? `, ${client}` : ''}: the right label, and what was answered, how surely`),
+      el('thead', {}, el('tr', {}, ['Client', 'Text', 'Right label', ...series.map((item) => item.label)].map((text) => el('th', { scope: 'col' }, text)))),
+      el('tbody', {}, rows.map((example) => el('tr', {}, el('th', { scope: 'row' }, cut(example.client)), el('td', { class: 'words text' }, example.prompt),
+        el('td', {}, example.references.join(', ')), series.map((item) => el('td', {}, example.outputs[item.method] ?? '–'))))))));
+  };
+  host.append(el('div', { class: 'controls' }, select('Client', [['', 'All clients'], ...clients.map((client) => [client, client])], '', show)), body);
+  show('');
 }

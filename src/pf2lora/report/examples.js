@@ -32,6 +32,7 @@ function markedOutput(base, text) {
 }
 
 function examplesView(host, data) {
+  if (data.task === 'classification') return wrongView(host, data);
   const labels = new Map(data.series.map((series) => [series.method, series]));
   const clients = [...new Set(data.examples.map((example) => example.client))];
   const methods = [...new Set(data.examples.flatMap((example) => Object.keys(example.outputs)))];

@@ -12,6 +12,7 @@ from pf2lora.run.result import Choice, Result
 from pf2lora.run.verdicts import difference, uncertain
 
 SHOWN = 10  # clients that stand in its table
+FEW = 4  # clients that a sentence names
 LOCAL = "local"
 PLAIN = {
     "served": "the model it was given at the end",
@@ -35,7 +36,13 @@ def summary(result: Result) -> dict[str, Any]:
     if not names:
         return {}
     method = names[0]
-    sentences = [done(result), found(result, method), together(result), sure(result, method)]
+    sentences = [
+        done(result),
+        found(result, method),
+        together(result),
+        useless(result, method),
+        sure(result, method),
+    ]
     warned = sum(len(run.warnings) for m in result.methods.values() for run in m.runs)
     if warned:
         what = "One warning" if warned == 1 else f"{warned} warnings"
@@ -105,6 +112,25 @@ def together(result: Result) -> str:
     return "Training together brought nothing here: each client is better off training alone."
 
 
+def useless(result: Result, method: str) -> str:
+    """Who would do as well without any model."""
+    trivial = result.baselines.get("trivial")
+    base = trivial.scores.get(result.metric) if trivial else None
+    if trivial is None or base is None:
+        return ""
+    sign = 1 if result.metrics[result.metric].higher_is_better else -1
+    scores = result.client_estimates(method, result.point, result.metric)
+    names = [
+        client.name
+        for client, score, level in zip(result.clients, scores, base.per_client)
+        if score is not None and level is not None and sign * score.mean <= sign * level
+    ]
+    if not names:
+        return ""
+    some = numbers.listed([*names[:FEW], *([f"{len(names) - FEW} more"] if len(names) > FEW else [])])
+    return f"For {some} the model is no better than the {trivial.label}: not ready to be used there."
+
+
 def sure(result: Result, method: str) -> str:
     """How far the figures can be trusted."""
     info, tests = result.metrics[result.metric], sum(client.test for client in result.clients)
@@ -121,6 +147,9 @@ def rows(result: Result, method: str) -> list[dict[str, Any]]:
     """What each client should deploy, and how good that is."""
     info, point = result.metrics[result.metric], result.point
     run = result.methods[method].runs[0]
+    served = PLAIN["served"]
+    if not run.bytes_per_round.total:  # nothing was exchanged
+        served = "the one model of all data" if pools(method) else "its own model"
     trivial = result.baselines.get("trivial")
     base = trivial.scores.get(result.metric) if trivial else None
     table = []
@@ -137,17 +166,17 @@ def rows(result: Result, method: str) -> list[dict[str, Any]]:
                 "score": numbers.score(score.mean if score else None, info),
                 "margin": numbers.score(row_margin(error.mean), info) if score and error else "",
                 "trivial": numbers.score(base.per_client[k], info) if base else "",
-                "deploy": plain(run.choices[k] if run.choices else None, run.rounds[-1].round),
+                "deploy": plain(run.choices[k] if run.choices else None, run.rounds[-1].round, served),
             }
         )
     return table
 
 
-def plain(choice: Choice | None, last: int) -> str:
-    """What a client takes, without a technical term."""
+def plain(choice: Choice | None, last: int, served: str) -> str:
+    """What a client takes, without a technical term; `served` is what it has after the last round."""
     if choice is None:
-        return PLAIN["served"]
+        return served
     word = PLAIN.get(choice.candidate, choice.candidate)
-    if choice.candidate == "served" and choice.round < last:
-        return f"the model it was given after round {choice.round} of {last}"
+    if choice.candidate == "served":
+        word = served if choice.round >= last else served.removesuffix(" at the end")
     return word if choice.round >= last else f"{word}, after round {choice.round} of {last}"

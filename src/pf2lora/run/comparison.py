@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pf2lora.data.memory import Tables
+from pf2lora.data.memory import PLACE, Tables
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
@@ -31,6 +31,8 @@ from pf2lora.run.trial import Outcome
 from pf2lora.run.work import Meter, work_of_rounds
 from pf2lora.run.workload import Workload, load_workload
 from pf2lora.tasks.base import telling_rows
+
+SAY_NOTHING = ("clients", "data", "train", "files", "")  # names of folders that tell nobody what is in them
 
 
 @dataclass(frozen=True)
@@ -281,17 +283,25 @@ def told_round(
 
 
 def titled(workload: Workload) -> str:
-    """The data in a few words: the data set's title or the files' folder, and how many clients there are."""
+    """The data in a few words: the data set's title or the place of the files, and how many clients there are."""
     data, clients = workload.config.data, workload.clients
     count = "1 client" if len(clients) == 1 else f"{len(clients)} clients"
     known = workload.config.task.datasets.get(data.dataset or "")
-    folders = {Path(file).parent.resolve().name for file in data.clients}
-    source = known.title if known else Path(data.clients[0]).stem if len(data.clients) == 1 else ""
-    if len(data.clients) > 1 and len(folders) == 1:
-        source = folders.pop()
-    elif "*" in source:
-        source = Path(data.clients[0]).parent.resolve().name
+    files = [Path(file) for file in data.clients if not file.startswith(PLACE)]
+    source = known.title if known else place_of(files)
     return f"{source}, {count}" if source else count
+
+
+def place_of(files: list[Path]) -> str:
+    """What the files are called by: one file's own name, or their folder's; a name that says nothing gives way to that
+    of the folder above."""
+    if len(files) == 1 and "*" not in files[0].name and not files[0].is_dir():
+        return files[0].name.partition(".")[0]
+    folders = {(file if file.is_dir() else file.parent).resolve() for file in files}
+    if len(folders) != 1:
+        return ""
+    folder = folders.pop()
+    return next((p.name for p in (folder, *folder.parents) if p.name not in SAY_NOTHING), folder.name)
 
 
 def describe(
