@@ -197,7 +197,11 @@ def test_a_run_is_watched_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_loss_of_a_round_is_the_mean_over_sites() -> None:
-    told = {"a": {"loss": 2.0, "steps": 4}, "b": {"loss": 3.0, "steps": 2}, "c": {"rows": 3}}
+    told: dict[str, dict[str, Any]] = {
+        "a": {"loss": 2.0, "steps": 4},
+        "b": {"loss": 3.0, "steps": 2},
+        "c": {"rows": 3},
+    }
     assert mean_loss(told) == 1.0
     assert mean_loss({"a": {"steps": 2}}) is None
 
