@@ -109,7 +109,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "shows"),
     {
-        "own-files": {"data", "compare", "train", "predict", "evaluate", "onboard", "export"},
+        "own-files": {"data", "init", "compare", "train", "predict", "evaluate", "onboard", "export"},
         "glue": {"data", "compare"},
         "question-answering": {"data", "train", "predict", "evaluate"},
         "generation": {"data", "compare", "generate"},
