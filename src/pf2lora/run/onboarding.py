@@ -205,10 +205,9 @@ def together(where: Path, *new: Path) -> Iterator[Path]:
         with undone_on_failure(*new):
             yield make_folder(aside)
             files = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
-            own = [f for f in files if any((where / f).is_relative_to(path) for path in new)]
-            put(aside, where, own)
-        # The clients' names first: with them the newcomer is in the run, whatever becomes of the rest.
-        put(aside, where, sorted(set(files) - set(own), key=lambda f: -len(f.parts)))
+            # The deepest first, and last the clients' names: with them the newcomer is in the run.
+            put(aside, where, sorted((f for f in files if len(f.parts) > 1), key=lambda f: -len(f.parts)))
+        put(aside, where, [f for f in files if len(f.parts) == 1])
     except CannotWrite as error:  # the user knows the files by their own names
         raise CannotWrite(where, OSError(error.errno, error.reason)) from None
     finally:
