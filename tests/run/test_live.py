@@ -14,9 +14,8 @@ from terminal import on_a_terminal, plain
 
 import pf2lora
 from pf2lora.run import plain_log
-from pf2lora.run.cadence import evaluation_cost, rounds_to_evaluate
+from pf2lora.run.cadence import evaluation_cost, rounds_to_evaluate, said_aloud
 from pf2lora.run.config import from_settings
-from pf2lora.run.evaluation import measured_rounds
 from pf2lora.run.events import (
     Event,
     MethodEnded,
@@ -263,24 +262,17 @@ def test_a_callback_that_fails_fails_the_run(world: World) -> None:
 # --- how often a run is evaluated --------------------------------------------------------------------------
 
 
-def test_costly_evaluations_are_fewer() -> None:
-    assert measured_rounds(20, None) == set(range(2, 21, 2))
-    assert measured_rounds(20, None, cost=0.5) == set(range(2, 21, 2))  # ten of them are a fifth of all
-    assert measured_rounds(20, None, cost=1.0) == {4, 8, 12, 16, 20}
-    assert measured_rounds(20, None, cost=100.0) == {20}
-    assert measured_rounds(20, 5, cost=100.0) == {5, 10, 15, 20}  # as somebody said
-
-
 def test_the_cost_is_counted_in_rows_and_only_on_a_cpu(world: World, monkeypatch: Any) -> None:
     changes: dict[str, Any] = {"rounds": 20, "steps": 1, "batch_size": 4, "test_ratio": 0.8}
     config = from_settings(world.settings(**changes))
     workload = load_workload(config)
     rows = sum(len(client.test) for client in workload.clients)
     monkeypatch.setattr("pf2lora.run.cadence.FEW_ROWS", 2 * rows + 1)
-    assert evaluation_cost(workload) == 0
+    assert evaluation_cost(workload) == 0 and said_aloud(workload) == config
     monkeypatch.setattr("pf2lora.run.cadence.FEW_ROWS", 10)
     assert evaluation_cost(workload) == 2 * rows / (3 * 3 * 4)
     assert rounds_to_evaluate(workload) == {20}
+    assert said_aloud(workload).training.evaluate_every == 20  # for a rehearsal's server, which sees no rows
     without = load_workload(from_settings(world.settings(**changes, evaluate_before=False)))
     assert evaluation_cost(without) == rows / (3 * 3 * 4)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pf2lora.core.randomness import participants
 from pf2lora.run.config import Config
 from pf2lora.run.evaluation import evaluation_rounds
@@ -27,6 +29,16 @@ def evaluation_cost(workload: Workload) -> float:
 def rounds_to_evaluate(workload: Workload) -> set[int]:
     """The rounds after which the clients of a run are measured."""
     return evaluation_rounds(workload.config.training, evaluation_cost(workload))
+
+
+def said_aloud(workload: Workload) -> Config:
+    """The run's config for somebody who sees none of its rows, as a federation's server: where their number decides
+    how often it is evaluated, that is a setting."""
+    config = workload.config
+    if config.training.evaluate_every is not None or not evaluation_cost(workload):
+        return config
+    every = min(rounds_to_evaluate(workload))
+    return replace(config, training=replace(config.training, evaluate_every=every))
 
 
 def learners_per_round(config: Config, clients: int) -> int:

@@ -26,6 +26,7 @@ from pf2lora.federation.protocol.policy import to_toml as to_policy_toml
 from pf2lora.federation.protocol.site_setup import SITE_FILE
 from pf2lora.folder_lock import locked
 from pf2lora.run import folder as run_folder
+from pf2lora.run.cadence import said_aloud
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import Config, to_toml
 from pf2lora.run.result import Result
@@ -52,7 +53,7 @@ def rehearse(
     site has the limits of `policy` (default: those of a site that sets none)."""
     workload = prepare(config)
     labels = tuple(workload.task.labels)
-    plan = Plan.of(config, "rehearsal", site_names(workload.names), labels, **options)
+    plan = Plan.of(said_aloud(workload), "rehearsal", site_names(workload.names), labels, **options)
     with locked(out):
         return rehearse_in(out, plan, workload, policy or Policy(), force=force, tell=tell)
 
