@@ -39,7 +39,12 @@ SETTINGS: dict[str, Any] = {
     "client_lr": 0.05,
     "validation_ratio": 0,
     "participation": 0.67,
-    "methods": {"per-fedavg": {"adaptation_lr": 0.05}},
+    "methods": {
+        "per-fedavg": {"adaptation_lr": 0.05},
+        "fedavgm": {"momentum": 0.9},
+        "fedadam": {"beta1": 0.9},
+        "fedyogi": {"beta1": 0.9},
+    },
 }
 OF_TASK: dict[str, dict[str, Any]] = {
     "classification": {"max_length": 16},
@@ -100,7 +105,7 @@ def in_federation(
     method: str, task: str, model: Path, files: list[Path], folder: Path, way: str
 ) -> dict[str, Any]:
     config = SETTINGS | OF_TASK[task] | {"task": task}
-    labels = {"classification": ("neg", "pos")}.get(task, ())
+    labels = {"classification": ("neg", "pos"), "question-answering": ("answer", "no answer")}.get(task, ())
     plan = make_plan(method, NAMES, config=config, labels=labels)
     own = {
         site: write_site_file(folder / "sites" / site / "site.toml", folder, site, model) for site in NAMES
