@@ -26,8 +26,8 @@ from pf2lora.federation.flare.executor import BODY, AllowListFilter, SiteExecuto
 from pf2lora.federation.flare.resumer import note
 from pf2lora.federation.protocol.messages import Malformed, decode, encode
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.run_status import ALIVE, read_lines
 from pf2lora.federation.protocol.run_status import SITES as REGISTERED
-from pf2lora.federation.protocol.run_status import read_lines
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.stopping import QuorumMissed
 
@@ -141,7 +141,14 @@ def test_nobody_waits_for_a_site_that_was_started_again(tmp_path: Path) -> None:
     requests = dict.fromkeys(("site-1", "site-2"), b"")
     assert controller.exchange("round", requests, 60.0) == answered
     assert time.monotonic() - began < 10
-    os.utime(tmp_path / REGISTERED / "site-2", (1, 1))  # long before: it is waited for
+    os.utime(
+        tmp_path / REGISTERED / "site-2", (1, 1)
+    )  # long before: it is waited for, unless its heart stops
+    note(tmp_path / ALIVE, "site-2")
+    os.utime(tmp_path / ALIVE / "site-2", (time.time() - 100, time.time() - 100))
+    assert controller.exchange("round", requests, 60.0) == answered
+    assert time.monotonic() - began < 20
+    note(tmp_path / ALIVE, "site-2")
     assert controller.exchange("round", requests, 1.0) == answered
     assert time.monotonic() - began > 1
 

@@ -12,10 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from pf2lora.cli.federation import app
-from pf2lora.errors import UserError
+from pf2lora.errors import CannotWrite, UserError
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.audit import FILE, FIRST, record, verify
-from pf2lora.federation.protocol.checkpoints import StateFolderError
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ def test_long_lines_and_many_writers(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / FILE).mkdir()
-    with pytest.raises(StateFolderError, match="cannot be written"):
+    with pytest.raises(CannotWrite, match=FILE):
         record(tmp_path, "sent")
     with pytest.raises(UserError, match="no audit log that can be read"):
         verify(tmp_path / "none")

@@ -39,6 +39,8 @@ def test_a_site_that_is_started_again_is_noticed_at_once_and_one_away_at_the_end
         assert all(
             r["seconds"] < 30 for r in ServerSession(plan, run.run).records
         )  # nobody waited for the deadline
+        at = run.round()
+        run.wait(lambda: run.round() > at, 120, "a round of the new job")
         run.kill("site-3")  # it is not there at the end
         run.wait(lambda: run.state() == "finished", 240, "the end")
         final = run.run / "final.json"

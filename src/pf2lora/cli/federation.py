@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pf2lora.cli.federation_keys import authority, kit_of_signed, readmit, remove, request, sign
 from pf2lora.cli.federation_site import approve, read_limits, verify
 from pf2lora.cli.options import WRITTEN, ListCommand, configured, read_config
 from pf2lora.cli.text import safe
@@ -15,6 +16,7 @@ from pf2lora.errors import UserError
 
 app = typer.Typer(help="Federate across machines (NVIDIA FLARE).", no_args_is_help=True)
 
+EXPIRING = 30  # days before its end in which a certificate is spoken of
 RULES = "Timeouts and update checks"
 Deadline = Annotated[
     float, typer.Option("--deadline", help="Seconds a round waits for its sites.", rich_help_panel=RULES)
@@ -176,9 +178,12 @@ def provision(
 @app.command()
 def join(kit: KitFolder) -> None:
     """Start the server or a site from its kit; runs until Ctrl-C."""
-    from pf2lora.federation.flare.processes import in_foreground, open_kit
+    from pf2lora.federation.flare.processes import days_left, in_foreground, open_kit
 
     opened = open_kit(kit)
+    left = days_left(opened)
+    if left < EXPIRING:
+        tell(f"the certificate of {opened.name} ends in {left} days: renew it (docs/federation.md)")
     tell(f"starting {opened.name}" + (f" on port {opened.port}" if opened.server else ""))
     sys.exit(in_foreground(opened))
 
@@ -245,6 +250,8 @@ def submit(
 app.command(cls=ListCommand)(submit)
 app.command()(approve)
 app.command()(verify)
+for made_where_it_lives in (authority, request, sign, kit_of_signed, remove, readmit):
+    app.command(name="kit" if made_where_it_lives is kit_of_signed else None)(made_where_it_lives)
 
 
 @app.command()
@@ -304,3 +311,27 @@ def keep_newest(kit: KitFolder, name: Annotated[str, typer.Argument(help="The ru
     file = kit / "local" / SITE_FILE
     number = CheckpointFolder(file.parent / read_site_file(file).state / name, name).keep_newest()
     typer.echo(f"{name}: the site goes on with its adapter of round {number} when it joins again")
+
+
+@app.command()
+def fetch(
+    kit: LeadKit,
+    name: Annotated[str, typer.Argument(help="The run's name.")],
+    model: Annotated[str, typer.Option("--model", help="The base model: a folder or a hub name.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The run folder to write (default: runs/NAME).")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")] = False,
+) -> None:
+    """Get a finished run: the common adapter for PEFT, result.json, report.html."""
+    import tempfile
+
+    from pf2lora.cli.show import quiet_libraries, show_result
+    from pf2lora.federation.flare import admin
+    from pf2lora.federation.protocol.fetched import build
+
+    quiet_libraries()
+    where = out or Path("runs") / name
+    with tempfile.TemporaryDirectory() as scratch:
+        result = build(admin.fetch(kit, name, Path(scratch)), where, model, force=force)
+    show_result(result, where)

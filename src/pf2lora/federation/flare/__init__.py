@@ -6,6 +6,7 @@ controller    the server's process: the server's session as a controller
 resumer       the server's main process: continues a run whose job ended, keeps the stores
 launcher      a site's main process: starts the job process again when it dies
 provision     start-up kits
+keys          keys that are made where they live, and who may no longer take part
 kit_texts     what a kit says to whoever opens it
 processes     starting and stopping a participant from its kit
 child         a process that ends with the one that started it

@@ -17,6 +17,7 @@ from pf2lora.federation.flare.provision import SCOPE, SERVER_CLASSES, SITE_CLASS
 from pf2lora.federation.protocol.plan import Plan
 
 POLL = 0.1  # seconds between a site's questions for work
+HANDED_OUT = "pf2lora"  # in the folder of a job on the server: what the lead may have of the run
 ACTIVE = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")  # FLARE's words for a job that is not over
 
 
@@ -135,6 +136,21 @@ def resume_run(kit: Path, name: str) -> str:
         if (found[0].get("pf2lora") or {}).get("state") == "finished":
             raise UserError(f"run {name!r} is finished; the same `submit` with more --rounds goes on")
         return str(flare.clone_job(found[0]["job_id"]))
+
+
+def fetch(kit: Path, name: str, into: Path) -> Path:
+    """Download what the server hands out of a finished run; the folder in `into` that holds it."""
+    with session(kit) as flare:
+        found = [job for job in jobs_of(flare, name) if (job.get("pf2lora") or {}).get("state") == "finished"]
+        if not found:
+            raise UserError(f"no run {name!r} is finished here: `status` says how runs stand")
+        place = Path(flare.download_job_result(found[0]["job_id"], str(into)))
+    files = [file for file in place.rglob("plan.json") if file.parent.name == HANDED_OUT]
+    if not files:
+        raise UserError(
+            f"the server's kit is older than this version: job {found[0]['job_id']} holds no result"
+        )
+    return files[0].parent
 
 
 def jobs_of(flare: Any, name: str) -> list[dict[str, Any]]:

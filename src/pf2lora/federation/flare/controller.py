@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,11 +25,14 @@ from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from pf2lora.errors import UserError, unknown
+from pf2lora.federation.flare.admin import HANDED_OUT
 from pf2lora.federation.flare.child import end_with
 from pf2lora.federation.flare.exchange import SiteMessages
 from pf2lora.federation.flare.provision import SITE_LIST
 from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.agreement import DoesNotFit, agreeing_first
+from pf2lora.federation.protocol.checkpoints import writing
+from pf2lora.federation.protocol.fetched import handed_out
 from pf2lora.federation.protocol.masked import ask
 from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.plan import Plan
@@ -282,7 +286,17 @@ class FederationController(SiteMessages):
         cost = session.spent()
         if cost is not None:
             append_line(self.folder, f"privacy: {cost.sentence()}")
+        self.hand_out()
         self.note("finished", early or ("" if cost is None else cost.sentence()))
+
+    def hand_out(self) -> None:
+        """Leave what the lead may fetch in the job's own folder, which FLARE keeps and sends."""
+        workspace = self.fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
+        place = Path(workspace.get_result_root(self.fl_ctx.get_job_id())) / HANDED_OUT
+        with writing(place):
+            place.mkdir(parents=True, exist_ok=True)
+            for file in handed_out(self.folder):
+                shutil.copy2(file, place)
 
     def report(self, record: RoundRecord) -> None:
         """Say how a round went; who told a problem is not asked again."""

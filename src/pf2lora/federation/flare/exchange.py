@@ -23,6 +23,7 @@ from pf2lora.federation.protocol.run_status import ALIVE, SITES
 
 PERIOD = 0.05  # seconds between looks at the tasks
 FRESH = 30.0  # seconds within which a connected site was heard of
+LOST = 90.0  # seconds after which one is not waited for: FLARE takes it for dead after 60
 
 
 class SiteMessages(Controller):
@@ -43,7 +44,7 @@ class SiteMessages(Controller):
 
     def exchange(self, name: str, requests: Mapping[str, bytes], timeout: float) -> dict[str, object]:
         """Send every site its request; what came back within `timeout` seconds. Nobody waits for a site that was
-        started again meanwhile: what it was asked went with the process that it was."""
+        started again meanwhile, whose request went with the process that it was, or is gone."""
         answers: dict[str, object] = {}
         tasks = [
             self.post(name, site, data, math.ceil(timeout), partial(answers.__setitem__, site))
@@ -52,7 +53,7 @@ class SiteMessages(Controller):
         until = time.monotonic() + timeout
         with self.changed:
             while time.monotonic() < until and not self.abort.triggered:
-                if all(site in answers or self.started_again(site) for site in requests):
+                if all(s in answers or self.started_again(s) or self.silent(s) for s in requests):
                     break
                 self.changed.wait(timeout=min(0.5, max(0.01, until - time.monotonic())))
             found = dict(answers)
@@ -81,6 +82,10 @@ class SiteMessages(Controller):
     def started_again(self, site: str) -> bool:
         """Whether a site found the server after this job began."""
         return age(self.root / SITES / site) < time.time() - self.started
+
+    def silent(self, site: str) -> bool:
+        """Whether a site's heartbeat has stopped."""
+        return LOST < age(self.root / ALIVE / site) < math.inf
 
     def needs_new_job(self, site: str) -> bool:
         """It found the server after this job began, or it is connected while its part of this job is dead."""

@@ -79,11 +79,20 @@ def check_certificate(kit: Kit) -> None:
         if ends < datetime.now(UTC):
             raise UserError(
                 f"the certificate of {kit.name} ({file}) expired on {ends:%Y-%m-%d}: "
-                f"make new kits with `pf2lora federation provision`"
+                f"make new kits with `pf2lora federation provision`, or renew this one (docs/federation.md)"
             )
     key = startup / f"{which}.key"
     if key.exists() and stat.S_IMODE(key.stat().st_mode) & 0o077:
         raise UserError(f"the private key {key} can be read by others: chmod 600 it")
+
+
+def days_left(kit: Kit) -> int:
+    """Days until the first of a kit's certificates ends."""
+    from cryptography import x509
+
+    files = ("server.crt" if kit.server else "client.crt", "rootCA.pem")
+    found = [x509.load_pem_x509_certificate((kit.folder / "startup" / file).read_bytes()) for file in files]
+    return (min(certificate.not_valid_after_utc for certificate in found) - datetime.now(UTC)).days
 
 
 def check_port(kit: Kit) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,8 @@ from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.apis.job_def import Job, JobMetaKey, RunStatus
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
+from pf2lora.federation.flare.keys import removed
+from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.run_status import (
     ALIVE,
     SITES,
@@ -26,6 +29,7 @@ from pf2lora.federation.protocol.run_status import (
     write_status,
 )
 
+TWICE = 10.0  # seconds after a sign of life in which a second registration is strange
 TRIES, RETURNS = (
     3,
     20,
@@ -55,6 +59,7 @@ class RunResumer(FLComponent):
         elif event_type in (EventType.CLIENT_REGISTER_PROCESSED, EventType.CLIENT_HEARTBEAT_PROCESSED):
             peer = fl_ctx.get_peer_context()
             if peer and peer.get_identity_name():
+                self.turn_away(peer.get_identity_name(), fl_ctx)
                 registered = event_type == EventType.CLIENT_REGISTER_PROCESSED
                 self.heard(peer.get_identity_name(), registered)
                 if registered:
@@ -86,8 +91,19 @@ class RunResumer(FLComponent):
                     append_line(folder, "the server was started again: the run goes on")
                 self.continue_job(job.job_id, status.present if status else [], fl_ctx)
 
+    def turn_away(self, site: str, fl_ctx: FLContext) -> None:
+        """A site that was removed while the server runs loses its registration: FLARE reads its list at the start."""
+        if site in removed(self.root):
+            fl_ctx.get_engine().server.client_manager.disable_client(site)
+
     def heard(self, site: str, registered: bool) -> None:
-        """A site found this server: it registered, or its heartbeat goes on after the server was started again."""
+        """A site found this server: it registered, or its heartbeat goes on after the server was started again. One
+        that registers while it is heard of may be two: that is said aloud."""
+        alive = self.root / ALIVE / os.path.basename(site)
+        if registered and alive.exists() and time.time() - alive.stat().st_mtime < TWICE:
+            line = f"{site} registered while it was connected: it was started again, or somebody else has its kit"
+            print(f"pf2lora: {line}", file=sys.stderr, flush=True)
+            audit.record(self.root, "registered twice", site=site, line=line)
         if registered or site not in self.seen:
             note(self.root / SITES, site)
         note(self.root / ALIVE, site)

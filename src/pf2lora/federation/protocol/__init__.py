@@ -26,4 +26,5 @@ identity      a site's certificate, to other sites
 stopping      when a run ends before its last round
 run_status    where a run stands, for whoever watches
 outcome       a rehearsal's run folder
+fetched       a finished run's folder for the lead
 """

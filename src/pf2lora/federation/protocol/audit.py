@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pf2lora.atomic import writing
 from pf2lora.errors import UserError
-from pf2lora.federation.protocol.checkpoints import writing
 from pf2lora.parsing import BadJSON, parse_json
 
 FILE = "audit.jsonl"
@@ -37,7 +37,7 @@ class Verified:
 
 def record(kit: Path, event: str, **fields: Any) -> None:
     """One more line in the log of a kit: what happened, and when. On the disk before this returns."""
-    with writing(kit):
+    with writing(kit / FILE):
         handle = os.open(kit / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)  # the lead's job and a person's command may write at once

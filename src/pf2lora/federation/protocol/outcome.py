@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,16 @@ from pf2lora.run.workload import Workload
 
 
 def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequence[Path]) -> Result:
-    """Write result, report and adapters into `out`; `sites` are the sites' state folders. The clients have their own
-    names in them, whatever they are called as sites."""
+    """Write result, report and adapters into `out`; `sites` are the sites' state folders, none if they are elsewhere.
+    The clients have their own names in them, whatever they are called as sites."""
     from pf2lora import report
 
     config, task = workload.config, workload.task
     session = ServerSession(plan, server)
     final = read_json(server / "final.json")
-    if session.privacy is not None:  # no score left a site; in a rehearsal its folder may be looked into
+    if (
+        session.privacy is not None and sites
+    ):  # no score left one; in a rehearsal its folder may be looked into
         files = [scores_file(folder / plan.name, name) for folder, name in zip(sites, workload.names)]
         final = {site: read_json(f) for site, f in zip(plan.sites, files) if f.is_file()}
     trial = set_up(workload, plan.method, config.training.seed)
@@ -48,8 +51,13 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
             answer = private.absolute(trial.method, take(trial.state, [0]), answer, session.done)
         (whole,) = trial.method.common(start, answer.unsqueeze(0), session.done)
         run_folder.save_common(out, trial.model, whole, task.peft_type, config.model.name)
-    run_folder.save_description(out, run_folder.description(workload, plan.method, config.training.seed))
+    if sites:
+        run_folder.save_description(out, run_folder.description(workload, plan.method, config.training.seed))
     result = describe(workload, {trial.method.name: MethodResult(trial.method.label, [record])}, [])
+    if not sites:  # then what is known of their rows is what they told
+        told = [session.sites.get(site, {}) for site in plan.sites]
+        rows = [{"train": t.get("train_rows", 0), "test": t.get("test_rows", 0)} for t in told]
+        result = replace(result, clients=[replace(c, **n) for c, n in zip(result.clients, rows)])
     write_json(out / "result.json", result.to_dict())
     write_cards(out, config, result)
     report.build([result], out / "report.html")
@@ -65,17 +73,20 @@ def seed_run(
     workload = trial.workload
     rounds = round_records(plan, workload, session, final)
     metrics, last = workload.task.metrics, rounds[-1]
-    served, before = summary(metrics, last.served), summary(metrics, last.before_averaging)
+    unknown: dict[str, Numbers] = {metric: [None] * len(plan.sites) for metric in metrics}
+    served, before = summary(metrics, last.served or unknown), summary(metrics, last.before_averaging)
     chosen = any("deploy" in answer for answer in final.values())
     # A site without validation rows has nothing to choose by and deploys what it is served.
     deployed = {site: {"deploy": answer.get("served")} | answer for site, answer in final.items()}
     known = {"served": served, "before_averaging": before}
     return SeedRun(
         seed=trial.seeds[0],
-        served=served if served is not None else {},
+        served=served or {},
         before_averaging=before,
         deploy=summary(metrics, scores_at(plan, deployed, "deploy", metrics)) if chosen else None,
-        choices=[read_choice(s, c, session.done) for s, c in zip(states, workload.names)] if chosen else None,
+        choices=[read_choice(s, c, session.done) for s, c in zip(states, workload.names)]
+        if chosen and states
+        else None,
         candidates={name: over for name, over in known.items() if over is not None} if chosen else {},
         rounds=rounds,
         layers=trial.model.layer_names,

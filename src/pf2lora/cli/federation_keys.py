@@ -1,0 +1,97 @@
+"""`pf2lora federation`: keys that are made where they live, and who may no longer take part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pf2lora.cli.options import WRITTEN
+
+Days = Annotated[int, typer.Option("--days", help="For how long the certificate is valid.", min=1)]
+Authority = Annotated[Path, typer.Option("--authority", help="The authority's folder.")]
+ServerKit = Annotated[Path, typer.Option("--kit", help="The server's kit.")]
+Site = Annotated[str, typer.Argument(help="The site's name.")]
+
+
+def authority(
+    project: Annotated[Path, typer.Argument(help="project.toml: name, host, port, sites.")],
+    out: Annotated[Path, typer.Option("--out", help="A new folder for the root key.", **WRITTEN)] = Path(
+        "authority"
+    ),
+    days: Days = 3650,
+) -> None:
+    """Make an authority that signs requests, and has no key of any participant."""
+    from pf2lora.federation.flare.keys import make_authority
+
+    found = make_authority(project, out, days)
+    typer.echo(
+        f"the authority is in {out}: keep it offline; its certificate's fingerprint, for everybody, is\n{found}"
+    )
+
+
+def request(
+    name: Annotated[
+        str, typer.Argument(help="A site's name, the server's host, or a person's e-mail address.")
+    ],
+    project: Annotated[str, typer.Option("--project", help="The project's name.")],
+    kind: Annotated[str, typer.Option("--as", help="site, server, lead or member.")] = "site",
+    out: Annotated[Path, typer.Option("--out", help="A new folder; its key stays here.", **WRITTEN)] = Path(
+        "request"
+    ),
+) -> None:
+    """Make a private key here, and the request for its certificate."""
+    from pf2lora.federation.flare.keys import make_request
+
+    made = make_request(name, kind, project, out)
+    typer.echo(f"send {made} to the authority; the private key stays in {out}")
+
+
+def sign(
+    file: Annotated[Path, typer.Argument(help="A request, as `request` made it.")],
+    authority: Authority = Path("authority"),
+    out: Annotated[Path, typer.Option("--out", help="The file to send back.", **WRITTEN)] = Path(
+        "signed.zip"
+    ),
+    days: Days = 365,
+) -> None:
+    """At the authority: sign a request of somebody whom its project.toml names."""
+    from pf2lora.federation.flare.keys import sign as sign_request
+
+    name = sign_request(file, authority, out, days)
+    typer.echo(f"{name}: send {out} back")
+
+
+def kit_of_signed(
+    signed: Annotated[Path, typer.Argument(help="What the authority sent back.")],
+    fingerprint: Annotated[
+        str, typer.Option("--fingerprint", help="The authority's, as it told you otherwise.")
+    ],
+    request: Annotated[Path, typer.Option("--request", help="The folder that `request` made.")] = Path(
+        "request"
+    ),
+    out: Annotated[
+        Path, typer.Option("--out", help="The kit; one that is there is renewed.", **WRITTEN)
+    ] = Path("kit"),
+) -> None:
+    """Make a start-up kit of a signed request, or renew one."""
+    from pf2lora.federation.flare.keys import make_kit
+
+    typer.echo(f"the kit is in {make_kit(signed, request, fingerprint, out)}")
+
+
+def remove(site: Site, kit: ServerKit) -> None:
+    """At the server: let a site in no more, whatever its certificate says."""
+    from pf2lora.federation.flare.keys import remove as take_out
+
+    take_out(kit, site)
+    typer.echo(f"{site} is let in no more, from its next heartbeat on; `stop` ends a run that it is in")
+
+
+def readmit(site: Site, kit: ServerKit) -> None:
+    """At the server: let a removed site in again, once the server is started again."""
+    from pf2lora.federation.flare.keys import remove as take_out
+
+    take_out(kit, site, back=True)
+    typer.echo(f"{site} is let in again when the server is next started")

@@ -1,0 +1,61 @@
+"""A finished run as a run folder for the lead: the common adapter for PEFT, the result, the report.
+
+It is made of what the server holds, and of the base model, which the lead has as everybody has. Clients' adapters are
+not in it: they are the sites' own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pf2lora.adapters.base_model import fresh_parameters
+from pf2lora.data.client import Client
+from pf2lora.engines.batches import Encoded
+from pf2lora.errors import UserError
+from pf2lora.federation.protocol import outcome, server_checkpoint
+from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.run_status import FINAL
+from pf2lora.federation.protocol.site_setup import digest, model_settings
+from pf2lora.parsing import read_text
+from pf2lora.run import folder as run_folder
+from pf2lora.run.config import from_dict, merged
+from pf2lora.run.result import Result
+from pf2lora.run.workload import Workload, build_task, choose_device, load_base
+
+PLAN = "plan.json"
+
+
+def handed_out(folder: Path) -> list[Path]:
+    """The files of a run's folder on the server that `build` needs."""
+    newest = server_checkpoint.newest(folder)
+    return [folder / PLAN, folder / FINAL, *([newest] if newest else [])]
+
+
+def build(folder: Path, out: Path, model: str, *, force: bool = False) -> Result:
+    """Write the run of `handed_out`'s files in `folder` into the run folder `out`; `model` is where its base model is
+    here."""
+    plan = Plan.from_json(read_text(folder / PLAN))
+    own = {"model": {"name": model, "device": "cpu"}, "training": {"method": [plan.method], "seeds": 1}}
+    config = from_dict(merged(plan.config, own), str(folder / PLAN))
+    task = build_task(config, plan.labels, plan.metric)
+    device = choose_device(config.model.device)
+    base = load_base(config, task, device)
+    newest = server_checkpoint.newest(folder)
+    if newest is None:
+        raise UserError(f"the run {plan.name!r} has no finished round: there is nothing to fetch")
+    facts = server_checkpoint.facts_of(server_checkpoint.read(newest)[0], newest)
+    if facts["model"] != digest(base, model_settings(base.config.to_dict()), fresh_parameters(base)):
+        raise UserError(
+            f"{model!r} is another base model than the sites have (the digests of config and weights differ): --model "
+            f"names a copy of theirs"
+        )
+    clients: list[Client[Any]] = [Client(site, [], []) for site in plan.sites]
+    tokens = {"input_ids": torch.zeros(0, 1, dtype=torch.int32)}
+    nothing = Encoded(tokens, {}, np.zeros(0, dtype=np.int64), (0,) * (len(clients) + 1))
+    run_folder.claim(out, force=force)
+    workload = Workload(config, task, clients, base, nothing, nothing, None, None, device)
+    return outcome.collect(plan, workload, folder, out, [])

@@ -1,0 +1,262 @@
+"""Keys that are made where they live: requests, signatures, kits, renewal, and who is let in no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import zipfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cryptography import x509
+from flare_federation import Flare
+from small_federation import make_plan, write_data, write_model, write_site_file
+from typer.testing import CliRunner
+
+pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
+
+from pf2lora.cli.federation import app
+from pf2lora.errors import UserError
+from pf2lora.federation.flare import keys, processes
+from pf2lora.federation.flare.keys import make_authority, make_kit, make_request, remove, removed, sign
+from pf2lora.federation.flare.resumer import RunResumer
+from pf2lora.federation.protocol import audit
+from pf2lora.federation.protocol.identity import KitIdentity
+from pf2lora.federation.protocol.policy import Policy, read_policy
+
+PROJECT = """name = "clinics"
+host = "localhost"
+port = {port}
+sites = ["site-2"]
+lead = "lead@pf2lora.local"
+"""
+
+
+class Made:
+    """An authority, and what participants made with it."""
+
+    def __init__(self, root: Path, port: int = 18300) -> None:
+        self.root = root
+        (root / "project.toml").write_text(PROJECT.format(port=port))
+        self.fingerprint = make_authority(root / "project.toml", root / "authority", 100)
+        named = root / "authority" / "project.toml"  # site-1 comes later, to the same authority
+        named.write_text(named.read_text().replace('["site-2"]', '["site-1", "site-2"]'))
+
+    def kit(self, name: str, kind: str = "site", days: int = 50, folder: str = "", key: str = "key") -> Path:
+        """Request, signature and kit."""
+        request = make_request(name, kind, "clinics", self.root / f"{key}-{name}")
+        sign(request, self.root / "authority", self.root / f"{key}-{name}.zip", days)
+        kit = self.root / "kits" / (folder or name)
+        return make_kit(self.root / f"{key}-{name}.zip", self.root / f"{key}-{name}", self.fingerprint, kit)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    found = Made(tmp_path_factory.mktemp("keys"))
+    found.kit("site-1")
+    return found
+
+
+def test_the_authority_has_no_key_but_its_own(made: Made) -> None:
+    authority = made.root / "authority"
+    assert sorted(file.name for file in authority.rglob("*.key")) == ["rootCA.key"]
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in authority.iterdir())
+    key = (made.root / "key-site-1" / "site-1.key").read_bytes()
+    assert not any(key in file.read_bytes() for file in authority.iterdir())
+    with zipfile.ZipFile(made.root / "key-site-1" / "site-1.request.zip") as request:
+        assert not any(b"PRIVATE KEY" in request.read(name) for name in request.namelist())
+    assert audit.verify(authority).lines == 2
+
+
+def test_a_kit_is_as_hardened_as_those_of_provision(made: Made) -> None:
+    kit = made.root / "kits" / "site-1"
+    assert processes.open_kit(kit).name == "site-1"
+    assert 47 <= processes.days_left(processes.open_kit(kit)) <= 50
+    assert stat.S_IMODE((kit / "startup" / "client.key").stat().st_mode) == 0o600
+    assert (
+        json.loads((kit / "local" / "resources.json").read_text())["class_list_enforcement_mode"] == "enforce"
+    )
+    assert read_policy(kit / "local" / "policy.toml") == Policy()
+    assert not (kit / "startup" / "sub_start.sh").exists()
+    KitIdentity.of(kit / "startup")  # with which it signs its masks
+
+
+def test_a_kit_is_renewed_and_keeps_its_own_rules(made: Made) -> None:
+    kit = made.root / "kits" / "site-1"
+    (kit / "local" / "policy.toml").write_text("min_rows = 99")
+    audit.record(kit, "sent")
+    before = (kit / "startup" / "client.crt").read_bytes()
+    made.kit("site-1", days=70, key="new")
+    after = (kit / "startup" / "client.crt").read_bytes()
+    assert after != before and processes.days_left(processes.open_kit(kit)) >= 67
+    assert read_policy(kit / "local" / "policy.toml").min_rows == 99
+    assert audit.verify(kit).lines == 1
+    again = (made.root / "new-site-1.zip", made.root / "new-site-1", made.fingerprint, kit)
+    with processes.locked(processes.open_kit(kit)), pytest.raises(UserError, match="running already"):
+        make_kit(*again)
+    assert (kit / "startup" / "client.crt").read_bytes() == after
+    file = kit / "startup" / "fed_client.json"
+    file.write_text(file.read_text().replace('"site-1"', '"site-2"'))
+    with pytest.raises(UserError, match="kit of another participant"):
+        make_kit(*again)
+    file.write_text(file.read_text().replace('"site-2"', '"site-1"'))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "project"),
+    [
+        ("site-9", "client", "clinics"),
+        ("site-1", "client", "others"),
+        ("guest@x.org", "lead", "clinics"),
+        ("lead@pf2lora.local", "member", "clinics"),
+        ("elsewhere", "server", "clinics"),
+        ("localhost", "client", "clinics"),
+    ],
+)
+def test_only_who_is_named_is_signed(made: Made, tmp_path: Path, name: str, kind: str, project: str) -> None:
+    with zipfile.ZipFile(tmp_path / "request.zip", "w") as request:
+        request.writestr("request.json", json.dumps({"name": name, "cert_type": kind, "project": project}))
+    with pytest.raises(UserError, match="does not name so: add it there first"):
+        sign(tmp_path / "request.zip", made.root / "authority", tmp_path / "signed.zip", 10)
+    assert not (tmp_path / "signed.zip").exists()
+
+
+def test_a_request_that_is_put_together_is_refused_by_flare(made: Made, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "request.zip", "w") as request:
+        request.writestr(
+            "request.json", json.dumps({"name": "site-1", "cert_type": "client", "project": "clinics"})
+        )
+    with pytest.raises(UserError, match="FLARE refused: "):
+        sign(tmp_path / "request.zip", made.root / "authority", tmp_path / "signed.zip", 10)
+
+
+def test_a_wrong_fingerprint_makes_no_kit(made: Made) -> None:
+    wrong = made.fingerprint[:-2] + ("00" if made.fingerprint[-2:] != "00" else "11")
+    with pytest.raises(UserError, match="FLARE refused"):
+        make_kit(made.root / "key-site-1.zip", made.root / "key-site-1", wrong, made.root / "kits" / "wrong")
+    assert not (made.root / "kits" / "wrong").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"w1 w2"])
+def test_what_is_no_request_is_one_line(made: Made, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "request.zip").write_bytes(content)
+    with pytest.raises(UserError, match="is no request"):
+        sign(tmp_path / "request.zip", made.root / "authority", tmp_path / "signed.zip", 10)
+
+
+def test_folders_that_hold_something_are_left_alone(made: Made) -> None:
+    with pytest.raises(UserError, match="is not empty"):
+        make_authority(made.root / "project.toml", made.root / "authority", 10)
+    with pytest.raises(UserError, match="is not empty"):
+        make_request("site-1", "site", "clinics", made.root / "key-site-1")
+    with pytest.raises(UserError, match="no kind of participant"):
+        make_request("site-1", "sites", "clinics", made.root / "kind")
+
+
+def test_join_speaks_of_a_certificate_that_ends_soon(monkeypatch: pytest.MonkeyPatch, made: Made) -> None:
+    monkeypatch.setattr(processes, "in_foreground", lambda kit: 0)
+    kit = made.root / "kits" / "site-1"
+    assert "ends in" not in CliRunner().invoke(app, ["join", str(kit)]).output
+    monkeypatch.setattr(processes, "days_left", lambda kit: 29)
+    assert (
+        "the certificate of site-1 ends in 29 days: renew it"
+        in CliRunner().invoke(app, ["join", str(kit)]).output
+    )
+
+
+def test_the_days_of_a_certificate_are_those_of_its_dates(made: Made) -> None:
+    kit = made.root / "kits" / "site-1"
+    ends = x509.load_pem_x509_certificate((kit / "startup" / "client.crt").read_bytes()).not_valid_after_utc
+    assert abs(
+        datetime.now(UTC) + timedelta(days=processes.days_left(processes.open_kit(kit))) - ends
+    ) <= timedelta(1)
+
+
+# --- who is let in no more ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Path:
+    (tmp_path / "startup").mkdir()
+    (tmp_path / "startup" / "fed_server.json").touch()
+    return tmp_path
+
+
+def test_a_removed_site_is_on_flares_own_list(server: Path) -> None:
+    from nvflare.private.fed.server.client_manager import ClientManager
+
+    remove(server, "site-1")
+    remove(server, "site-2")
+    remove(server, "site-1", back=True)
+    assert removed(server) == ["site-2"]
+    manager = ClientManager(project_name="clinics")
+    manager.set_disabled_clients_file(str(server / keys.REMOVED))
+    assert manager.is_client_disabled("site-2") and not manager.is_client_disabled("site-1")
+    assert audit.verify(server).lines == 3
+    with pytest.raises(UserError, match="site-1 was not removed"):
+        remove(server, "site-1", back=True)
+    with pytest.raises(UserError, match="is not the server's kit"):
+        remove(server / "startup", "site-1")
+    (server / keys.REMOVED).write_text('{"disabled_clients": 3}')
+    with pytest.raises(UserError, match="is damaged"):
+        removed(server)
+
+
+def test_a_running_server_turns_a_removed_site_away(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(server)
+    turned: list[str] = []
+    manager = SimpleNamespace(disable_client=turned.append)
+    context: Any = SimpleNamespace(
+        get_engine=lambda: SimpleNamespace(server=SimpleNamespace(client_manager=manager))
+    )
+    resumer = RunResumer()
+    resumer.turn_away("site-1", context)
+    assert turned == []
+    remove(server, "site-1")
+    resumer.turn_away("site-1", context)
+    resumer.turn_away("site-2", context)
+    assert turned == ["site-1"]
+
+
+def test_a_site_that_registers_while_it_is_connected_is_spoken_of(
+    server: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(server)
+    resumer = RunResumer()
+    resumer.heard("site-1", registered=True)
+    resumer.heard("site-1", registered=False)  # a heartbeat
+    assert capsys.readouterr().err == "" and not (server / audit.FILE).exists()
+    resumer.heard("site-1", registered=True)
+    assert "site-1 registered while it was connected" in capsys.readouterr().err
+    assert audit.verify(server).lines == 1
+    os.utime(server / "alive" / "site-1", (0, 0))  # long silent
+    resumer.heard("site-1", registered=True)
+    assert audit.verify(server).lines == 1
+
+
+@pytest.mark.slow
+def test_a_federation_of_such_kits_runs_and_a_removed_site_stays_out(tmp_path: Path) -> None:
+    made = Made(tmp_path, processes.free_port())
+    sites = ("site-1", "site-2")
+    plan = make_plan("homlora", sites, config={"rounds": 2}, deadline=60)
+    write_model(tmp_path / "model")
+    write_data(tmp_path, sites)
+    kits = {name: made.kit(name) for name in sites}
+    kits["server"] = made.kit("localhost", "server", folder="server")
+    kits["lead@pf2lora.local"] = made.kit("lead@pf2lora.local", "lead")
+    for site in sites:
+        write_site_file(kits[site] / "local" / "site.toml", tmp_path, site)
+    run = Flare(tmp_path, plan, kits)
+    try:
+        run.start("server")
+        run.start(*sites)
+        run.submit()
+        run.wait(lambda: run.state() == "finished", 180, "the end")
+        remove(kits["server"], "site-2")
+        run.wait(lambda: "Client site-2 disabled" in run.log("server"), 60, "site-2 to be turned away")
+    finally:
+        processes.stop(*run.started.values())
