@@ -21,10 +21,18 @@ from nvflare.apis.server_engine_spec import ServerEngineSpec
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 from nvflare.fuel.flare_api.api_spec import InternalError
 
+from pf2lora.cli.federation_watch import changes
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, resumer
 from pf2lora.federation.flare.resumer import CONTINUES, JobStore, RunResumer
-from pf2lora.federation.protocol.run_status import Status, read_lines, read_status, run_folder, write_status
+from pf2lora.federation.protocol.run_status import (
+    Status,
+    mean_loss,
+    read_lines,
+    read_status,
+    run_folder,
+    write_status,
+)
 
 
 class Server:
@@ -161,6 +169,41 @@ class Lead:
         if job in self.dead:
             raise InternalError("failed to abort job")
         self.aborted.append(job)
+
+
+def test_a_run_is_watched_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = {"state": "running", "round": 1, "rounds": 3, "present": ["a", "b"], "loss": 0.5}
+    ended = running | {"state": "finished", "round": 3, "left_out": {"b": "its disk is full"}}
+    views = iter(
+        [("SUBMITTED", None), ("RUNNING", running), ("RUNNING", running), ("FINISHED:COMPLETED", ended)]
+    )
+
+    class Watched(Lead):
+        def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
+            status, self.now = next(views)
+            told = {"pf2lora": self.now} if status != "RUNNING" else {}
+            return [{"job_id": "x", "name": "first", "status": status, "submit_time": 0} | told]
+
+        def show_stats(self, job: str, target: str) -> dict[str, Any]:
+            return {"server": {"pf2lora": self.now}}
+
+    monkeypatch.setattr(admin, "session", lambda kit: nullcontext(Watched(set())))
+    monkeypatch.setattr(admin, "LOOK", 0.0)
+    assert list(changes(admin.follow(Path("kit"), "first"))) == [
+        "submitted",
+        "running, round 1 of 3; loss 0.5000; 2 sites (a, b)",
+        "finished, round 3 of 3; loss 0.5000; 2 sites (a, b); b is left out: its disk is full",
+    ]
+
+
+def test_the_loss_of_a_round_is_the_mean_over_sites() -> None:
+    told: dict[str, dict[str, Any]] = {
+        "a": {"loss": 2.0, "steps": 4},
+        "b": {"loss": 3.0, "steps": 2},
+        "c": {"rows": 3},
+    }
+    assert mean_loss(told) == 1.0
+    assert mean_loss({"a": {"steps": 2}}) is None
 
 
 @pytest.mark.parametrize("dead", [{"a"}, {"b"}])

@@ -39,7 +39,12 @@ SETTINGS: dict[str, Any] = {
     "client_lr": 0.05,
     "validation_ratio": 0,
     "participation": 0.67,
-    "methods": {"per-fedavg": {"adaptation_lr": 0.05}},
+    "methods": {
+        "per-fedavg": {"adaptation_lr": 0.05},
+        "fedavgm": {"momentum": 0.9},
+        "fedadam": {"beta1": 0.9},
+        "fedyogi": {"beta1": 0.9},
+    },
 }
 OF_TASK: dict[str, dict[str, Any]] = {
     "classification": {"max_length": 16},

@@ -281,6 +281,16 @@ def status(kit: LeadKit) -> None:
 
 
 @app.command()
+def watch(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
+    """Say what changes in a run, until it is over."""
+    from pf2lora.cli.federation_watch import changes
+    from pf2lora.federation.flare import admin
+
+    for line in changes(admin.follow(kit, name)):
+        typer.echo(safe(line))
+
+
+@app.command()
 def stop(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
     """Stop a run; `resume` goes on with it."""
     from pf2lora.federation.flare import admin

@@ -79,9 +79,12 @@ class ServerOptimizer(Method):
 @dataclass(frozen=True)
 class FedAvgM(ServerOptimizer):
     """`momentum` is β, `server_lr` η: 1 − β unless it is given, which goes as far as FedAvg in the long run, smoothly
-    (η = 1, Hsu et al.'s, goes 1 / (1 − β) times as far). β = 0 gives HOMLoRA."""
+    (η = 1, Hsu et al.'s, goes 1 / (1 − β) times as far). β = 0 gives HOMLoRA.
 
-    momentum: float = 0.9
+    It starts β / (1 − β) rounds late: one at 0.5; nine at the 0.9 of runs of a thousand rounds, half of ours.
+    """
+
+    momentum: float = 0.5
     server_lr: float | None = None
 
     name: ClassVar[str] = "fedavgm"
@@ -111,10 +114,11 @@ class FedAdam(ServerOptimizer):
 
     η is about how far a number of x moves in a round. A client's moves by `lr` in a step of AdamW, and the mean of
     clients that agree in part by a few times that in a round of ten: η is three times `lr`, and τ `lr`, unless given.
+    β₁ is 0.5 and not the paper's 0.9 for the reason that FedAvgM's β is.
     """
 
     server_lr: float = 0.003
-    beta1: float = 0.9
+    beta1: float = 0.5
     beta2: float = 0.99
     tau: float = 0.001
 

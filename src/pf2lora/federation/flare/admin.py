@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
@@ -15,7 +16,9 @@ from pf2lora.errors import UserError
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.flare.provision import SCOPE, SERVER_CLASSES, SITE_CLASSES
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.run_status import UNFINISHED
 
+LOOK = 2.0  # seconds between looks at a run that is followed
 POLL = 0.1  # seconds between a site's questions for work
 HANDED_OUT = "pf2lora"  # in the folder of a job on the server: what the lead may have of the run
 ACTIVE = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")  # FLARE's words for a job that is not over
@@ -92,17 +95,39 @@ def submit(kit: Path, plan: Plan) -> str:
 
 def runs(kit: Path) -> list[dict[str, Any]]:
     """Every job of this federation, newest first; `pf2lora` says where it stands or how it ended."""
+    with session(kit) as flare:
+        return with_status(flare)
+
+
+def follow(kit: Path, name: str) -> Iterator[dict[str, Any]]:
+    """The newest job of a run with where it stands, every few seconds until the run is over."""
+    with session(kit) as flare:
+        while True:
+            jobs = [job for job in with_status(flare) if job["name"] == name]
+            if not jobs:
+                raise UserError(f"there is no run {name!r} here: `status` lists those that there are")
+            yield jobs[0]
+            if not any(job["status"] in ACTIVE for job in jobs) and state_of(jobs[0]) not in UNFINISHED:
+                return
+            time.sleep(LOOK)
+
+
+def with_status(flare: Any) -> list[dict[str, Any]]:
+    """The jobs that there are, newest first; of those that run, their own word is asked for."""
     from nvflare.fuel.flare_api.api_spec import InternalError, JobNotFound, JobNotRunning
 
-    with session(kit) as flare:
-        found = flare.list_jobs(detailed=True)
-        for job in found:
-            if job["status"] == "RUNNING":
-                with suppress(JobNotFound, JobNotRunning, InternalError):  # it may end while we look
-                    job["pf2lora"] = (
-                        flare.show_stats(job["job_id"], "server").get("server", {}).get("pf2lora")
-                    )
-        return sorted(found, key=lambda job: job["submit_time"], reverse=True)
+    found: list[dict[str, Any]] = flare.list_jobs(detailed=True)
+    for job in found:
+        if job["status"] == "RUNNING":
+            with suppress(JobNotFound, JobNotRunning, InternalError):  # it may end while we look
+                stats = flare.show_stats(job["job_id"], "server")
+                job["pf2lora"] = stats.get("server", {}).get("pf2lora")
+    return sorted(found, key=lambda job: job["submit_time"], reverse=True)
+
+
+def state_of(job: dict[str, Any]) -> str:
+    """Where a job's run stands, in our words, or else FLARE's."""
+    return str((job.get("pf2lora") or {}).get("state") or job["status"].lower())
 
 
 def stop_run(kit: Path, name: str) -> list[str]:

@@ -36,7 +36,14 @@ from pf2lora.federation.protocol.fetched import handed_out
 from pf2lora.federation.protocol.masked import ask
 from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.run_status import SITES, Status, append_line, run_folder, write_status
+from pf2lora.federation.protocol.run_status import (
+    SITES,
+    Status,
+    append_line,
+    mean_loss,
+    run_folder,
+    write_status,
+)
 from pf2lora.federation.protocol.server import RoundRecord, ServerSession
 from pf2lora.federation.protocol.stopping import QuorumMissed, early_stop
 from pf2lora.parsing import read_json
@@ -304,6 +311,7 @@ class FederationController(SiteMessages):
             append_line(self.folder, f"round {record['round']}: {site} is left out: {why}")
         for site in record["stopped"]:  # it has stopped, and returns when it is started again
             self.present = [s for s in self.present if s != site]
+        self.status.loss = mean_loss(record["scores"])
         answered = ", ".join(record["answered"])
         told = {key: record[key] for key in ("round", "answered", "missing", "refused")}
         audit.record(self.root, "round", job=self.status.job, run=self.plan.name, **told)

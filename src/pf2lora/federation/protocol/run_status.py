@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class Status:
     job: str = ""
     line: str = ""
     present: list[str] = field(default_factory=list)
+    loss: float | None = None  # of the last round's training, the mean over the sites that told it
     absent: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # by its hello, with the reason
     deadline: float = 0.0
@@ -65,6 +67,12 @@ def read_final(folder: Path) -> dict[str, dict[str, Any]]:
     file = folder / FINAL
     found: dict[str, dict[str, Any]] = read_json(file) if file.is_file() else {}
     return found
+
+
+def mean_loss(answers: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """The mean over sites of a round's mean training loss; None where none told it, as in a private run."""
+    losses = [told["loss"] / told["steps"] for told in answers.values() if {"loss", "steps"} <= told.keys()]
+    return sum(losses) / len(losses) if losses else None
 
 
 def append_line(folder: Path, line: str) -> None:
