@@ -105,7 +105,7 @@ def in_federation(
     method: str, task: str, model: Path, files: list[Path], folder: Path, way: str
 ) -> dict[str, Any]:
     config = SETTINGS | OF_TASK[task] | {"task": task}
-    labels = {"classification": ("neg", "pos")}.get(task, ())
+    labels = {"classification": ("neg", "pos"), "question-answering": ("answer", "no answer")}.get(task, ())
     plan = make_plan(method, NAMES, config=config, labels=labels)
     own = {
         site: write_site_file(folder / "sites" / site / "site.toml", folder, site, model) for site in NAMES

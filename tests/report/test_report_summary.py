@@ -76,26 +76,43 @@ def test_nothing_is_said_where_every_method_failed() -> None:
     assert summary(typed(result)) == {} and 'id="summary"' not in render([typed(result)])
 
 
-def without_headline(result: dict[str, Any]) -> dict[str, Any]:
-    """Scores of the headline are missing, as those of text that nothing here can score."""
+def without(result: dict[str, Any], *metrics: str) -> dict[str, Any]:
+    """Scores are missing, as those of text that nothing here can score."""
     result = copy.deepcopy(result)
     nothing = {"per_client": [None] * len(result["clients"]), "mean": None, "worst": None, "spread": None}
     for method in result["methods"].values():
         for run in method["runs"]:
             for table in (run["served"], run["before_averaging"], run["deploy"]):
                 if table:
-                    table["accuracy"] = nothing
+                    table |= dict.fromkeys(metrics, nothing)
     return result
 
 
 def test_a_result_without_its_headline_is_shown_by_the_next_score() -> None:
-    result = typed(without_headline(make_result(clients=2, seeds=2, rounds=3)))
+    result = typed(without(make_result(clients=2, seeds=2, rounds=3), "accuracy"))
     shown = by_measured_metric(result)
     assert shown.metric == "matthews"
     page = render([result])
     assert "Matthews correlation in %: mean over clients" in page
     whole = typed(make_result(clients=2, seeds=1, rounds=2))
     assert by_measured_metric(whole) is whole
+
+
+def test_text_without_scores_is_shown_by_perplexity() -> None:
+    """Which comes behind the loss, and says more."""
+    result = without(make_result(clients=2, seeds=1, rounds=2, task="generation"), "accuracy", "matthews")
+    about = {"label": "perplexity", "higher_is_better": False, "percent": False}
+    result["metrics"] = result["metrics"] | {"perplexity": about}
+    for method in result["methods"].values():
+        for run in method["runs"]:
+            for table in (run["served"], run["before_averaging"], run["deploy"]):
+                if table:
+                    table["perplexity"] = table["loss"]
+    assert by_measured_metric(typed(result)).metric == "perplexity"
+    assert "perplexity (lower is better): mean over clients" in render([typed(result)])
+    assert "perplexity (lower is better), the mean over clients" in said(
+        without(result, "accuracy") | {"metric": "perplexity"}
+    )
 
 
 def test_the_interval_of_the_mean_is_in_the_table() -> None:

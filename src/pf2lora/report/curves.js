@@ -86,7 +86,7 @@ function curvesView(host, data) {
     const pick = (round) => ofClients(own ? round[own] : round[state.loss]?.loss, state.who, false);
     const lines = visible(data.series).map((series) => ({ series, points: curve(series, pick) }));
     const which = { train: 'training loss', validation: 'validation loss, served', served: 'test loss, served', before_averaging: 'test loss, before averaging' }[state.loss];
-    lineChart(loss, { marked: bestRound, title: `${which}, ${whose()}`, lines, format: (value) => minus(value.toFixed(3)), tickFormat: (value) => minus(String(value)) });
+    lineChart(loss, { marked: bestRound, levels: own || !data.metrics.loss ? [] : references(data, 'loss', state.who), title: `${which}, ${whose()}`, lines, format: (value) => minus(value.toFixed(3)), tickFormat: (value) => minus(String(value)) });
   };
   const set = (key, ...draws) => (value) => { state[key] = value; draws.forEach((draw) => draw()); };
   const losses = [['train', 'Training'], ...(validated ? [['validation', 'Validation']] : []), ...('loss' in data.metrics ? [['served', 'Test, served'], ['before_averaging', 'Test, before']] : [])];

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from pf2lora.run.result import Result
 
+LOSS = "loss"
+
 
 def by_measured_metric(result: Result) -> Result:
-    """The same with the first metric as its headline that all methods have a final score of; the same result where
-    that is its headline anyway, or where there is none."""
-    for metric in (result.metric, *result.metrics):
+    """The same with the first metric as its headline that all methods have a final score of, the loss last (people
+    know perplexity better); the same result where that is its headline anyway, or where there is none."""
+    for metric in (result.metric, *sorted(result.metrics, key=lambda name: name == LOSS)):
         if all(
             run.served.get(metric) is not None and run.served[metric].mean is not None
             for method in result.methods.values()

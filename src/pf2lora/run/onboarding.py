@@ -59,7 +59,7 @@ def onboard(
         joining = Joining(run, client, rounds, client_lr)
         found = joining.find()
         record = record_of(joining, found)
-        with undone_on_failure(*paths), together(run.folder) as aside:
+        with together(run.folder, *paths) as aside:
             write_client(run, aside / run.where.relative_to(run.folder), record, found)
             if known is not None:
                 write_result(aside, with_newcomer(known, record), run.folder, on_note)
@@ -195,21 +195,28 @@ def write_result(aside: Path, known: Result, where: Path, on_note: Callable[[str
 
 
 @contextmanager
-def together(where: Path) -> Iterator[Path]:
+def together(where: Path, *new: Path) -> Iterator[Path]:
     """Files of a run folder that change at once: what is yielded is filled with them, under the names that they will
-    have, and then they are renamed into place. A full disk or an error before that changes nothing. The deepest come
-    first: what names others lies above them."""
+    have, and then they are renamed into place. A full disk or an error before that changes nothing. What is `new` comes
+    first, and goes again where that fails: until then nothing in the run names it."""
     aside = where / folder.ASIDE
     shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
     try:
-        yield make_folder(aside)
-        files = sorted((p for p in aside.rglob("*") if p.is_file()), key=lambda p: -len(p.parts))
-        for path in files:
-            place = where / path.relative_to(aside)
-            make_folder(place.parent)
-            with writing(place):
-                path.replace(place)
+        with undone_on_failure(*new):
+            yield make_folder(aside)
+            files = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
+            # The deepest first, and last the clients' names: with them the newcomer is in the run.
+            put(aside, where, sorted((f for f in files if len(f.parts) > 1), key=lambda f: -len(f.parts)))
+        put(aside, where, [f for f in files if len(f.parts) == 1])
     except CannotWrite as error:  # the user knows the files by their own names
         raise CannotWrite(where, OSError(error.errno, error.reason)) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def put(aside: Path, where: Path, files: list[Path]) -> None:
+    """Rename files into place."""
+    for file in files:
+        make_folder((where / file).parent)
+        with writing(where / file):
+            (aside / file).replace(where / file)
