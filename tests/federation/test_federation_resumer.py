@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +28,7 @@ from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, resumer
 from pf2lora.federation.flare.resumer import CONTINUES, JobStore, RunResumer
 from pf2lora.federation.protocol.run_status import (
+    SITES,
     Status,
     mean_loss,
     read_lines,
@@ -169,6 +172,23 @@ class Lead:
         if job in self.dead:
             raise InternalError("failed to abort job")
         self.aborted.append(job)
+
+
+def test_a_site_that_registers_while_the_last_job_ends_is_served_too(server: Server) -> None:
+    job = server.job("first", RunStatus.RUNNING, "finished")
+    status = read_status(run_folder(server.root, "first"))
+    assert status is not None
+    status.absent = ["b", "c"]
+    write_status(run_folder(server.root, "first"), status)
+    server.resumer.heard("c", registered=True)
+    os.utime(server.root / SITES / "c", (1, 1))  # long before the job: it was there, and did not answer
+    server.resumer.heard("b", registered=True)
+    os.utime(server.root / SITES / "b", (time.time() + 5, time.time() + 5))
+    server.resumer.serve("b", server.context)
+    assert server.waiting() == []  # the job is not over yet
+    server.store.set_status(job, RunStatus.FINISHED_COMPLETED, server.context)
+    server.end(job)
+    assert server.waiting() == [("first", None)]
 
 
 def test_a_run_is_watched_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ class RunResumer(FLComponent):
                 status = read_status(folder)
                 if status is not None and status.job == job:
                     self.ended(folder, status, event_type == EventType.JOB_ABORTED, fl_ctx)
+                    self.serve_returned(status, fl_ctx)
                 self.tell_lead(folder, job, fl_ctx)
 
     def started(self, fl_ctx: FLContext) -> None:
@@ -121,6 +122,16 @@ class RunResumer(FLComponent):
             if status and status.state == "finished" and site in status.absent and folder.name not in names:
                 meta = self.carried(status.job, fl_ctx) | {JobMetaKey.MIN_CLIENTS.value: 1}
                 manager.clone(status.job, meta, fl_ctx)
+
+    def serve_returned(self, status: Status, fl_ctx: FLContext) -> None:
+        """A site may have come back between the run's end and its job's."""
+        began = submitted(
+            fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER).get_job(status.job, fl_ctx)
+        )
+        for site in status.absent:
+            file = self.root / SITES / site
+            if file.exists() and file.stat().st_mtime > began:
+                self.serve(site, fl_ctx)
 
     def tell_lead(self, folder: Path, job: str, fl_ctx: FLContext) -> None:
         """How a job ended, for the lead's `status`."""
