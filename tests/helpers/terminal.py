@@ -44,5 +44,5 @@ def on_a_terminal(
 
 
 def plain(text: str) -> str:
-    """Without what steers the terminal."""
-    return CONTROL.sub("", text).replace("\r", "")
+    """Without what steers the terminal; what is drawn over something else is a line of its own."""
+    return CONTROL.sub("", text.replace("\r\n", "\n")).replace("\r", "\n")

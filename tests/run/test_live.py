@@ -70,6 +70,7 @@ def test_time_left_is_that_of_the_rows_that_are_left() -> None:
     status = Status(clock)
     told(status, clock, (0, started(a=100, b=300)), (0, MethodStarted("a", [0])))
     assert status.seconds_left is None and status.seconds_left_of_all is None
+    assert status.share == 0
     told(status, clock, (10, Progress("a", 2, 0.25, 8)))
     assert status.seconds_left == pytest.approx(30)
     assert status.seconds_left_of_all == pytest.approx(30 + 300 * 10 / 25)
@@ -83,6 +84,16 @@ def test_time_left_is_that_of_the_rows_that_are_left() -> None:
     told(status, clock, (20, MethodEnded("a")), (0, MethodStarted("b", [0])))
     assert status.share_of_all == pytest.approx(100 / 400) and status.number == 2
     assert status.seconds_left == pytest.approx(300 * 40 / 100)  # by the method before
+
+
+def test_before_any_method_the_untrained_model_is_measured() -> None:
+    clock = Hand()
+    status = Status(clock)
+    told(status, clock, (0, started(a=100)), (5, Progress("", 0, 0.25, 0, evaluating=True)))
+    assert f"{status.which}: {status.where}" == "before training: the untrained model is measured, 25%"
+    assert status.seconds_left is None and status.share_of_all == 0
+    told(status, clock, (5, MethodStarted("a", [0])), (10, Progress("a", 1, 0.5, 4)))
+    assert status.seconds_left == pytest.approx(10)  # what was before does not count
 
 
 def test_a_run_that_goes_on_counts_the_time_of_what_it_does_itself() -> None:
@@ -130,8 +141,9 @@ def test_one_screen_on_a_terminal(world: World, tmp_path: Path) -> None:
         r"loss \d\.\d{3} · accuracy \d+\.\d\d after round \d · worst client: (north|south|west) ", text
     )
     assert re.search(r"PF2LoRA: accuracy .*, in \d+ s", text)
-    assert ", evaluating" in text
-    assert max(map(len, text.splitlines())) <= 2 * 90  # a screen's last line and the next one's first
+    assert ", evaluating" in text and "before training: the untrained model is measured" in text
+    drawn = [line for line in text.splitlines() if "━" in line or " · " in line or "method 1" in line]
+    assert drawn and max(map(len, drawn)) <= 90
     end = text.rsplit("method 2 of 2", 1)[1]
     assert end.count("accuracy in % over clients") == 1 and "\x1b[?25h" in written  # the cursor is back
 
@@ -237,7 +249,11 @@ def test_callbacks_hear_everything_in_order(world: World, capfd: Any) -> None:
     result = pf2lora.federate(**world.settings(method=["homlora", "pf2lora"]), callbacks=[heard.append])
     out, err = capfd.readouterr()
     assert out == "" and "LOAD REPORT" not in err and "Loading weights" not in err
-    kinds = [type(event) for event in heard if not isinstance(event, Note)]
+    first = [
+        e for e in heard if isinstance(e, Progress) and not e.method
+    ]  # the untrained model, before any method
+    assert first[-1].done == 1
+    kinds = [type(event) for event in heard if not isinstance(event, Note) and event not in first]
     assert kinds[:2] == [RunStarted, MethodStarted] and kinds[-2:] == [MethodEnded, RunEnded]
     assert isinstance(heard[-1], RunEnded) and heard[-1].result == result
     for method in ("homlora", "pf2lora"):

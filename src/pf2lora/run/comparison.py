@@ -28,7 +28,7 @@ from pf2lora.run.result import Baseline, ClientInfo, ExampleRecord, MethodResult
 from pf2lora.run.resuming import out_of_memory
 from pf2lora.run.set_up import Trial, check_methods, method_settings, schedule_of, set_up
 from pf2lora.run.trial import Outcome
-from pf2lora.run.work import Meter, work_of_rounds
+from pf2lora.run.work import Meter, before_training, work_of_rounds
 from pf2lora.run.workload import Workload, load_workload
 from pf2lora.tasks.base import telling_rows
 
@@ -105,7 +105,8 @@ def told_compare(
     told: set[str] = set()
     examples: dict[tuple[int, int], ExampleRecord] = {}
     tell_notes(workload, watcher, told)
-    references = baselines(workload)
+    with telling_rows(before_training(workload, watcher.event)):
+        references = baselines(workload)
     for asked in config.training.method:
         kind = METHODS[asked]
         methods[kind.name] = MethodResult(kind.label, [])

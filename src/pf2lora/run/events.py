@@ -46,7 +46,8 @@ class MethodStarted(Event):
 @dataclass(frozen=True)
 class Progress(Event):
     """The method went on, by a step or by rows that were answered. `done` is the share of these seeds' work, `round`
-    the one it works on, `steps` the clients' steps so far."""
+    the one it works on, `steps` the clients' steps so far. Before any method, `method` is empty: the untrained model
+    is measured."""
 
     name: ClassVar[str] = "progress"
     method: str

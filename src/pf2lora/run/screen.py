@@ -65,8 +65,10 @@ class Screen:
         from rich.text import Text
 
         now = self.status
-        if now.run is None or not now.method:
+        if now.run is None:
             return Text("")
+        if not now.method:
+            return Text(f"{now.which}: {now.where}", style="bold", no_wrap=True, overflow="ellipsis")
         bars = Table.grid(padding=(0, 2, 0, 0))
         for _ in range(5):
             bars.add_column(no_wrap=True, overflow="ellipsis")

@@ -55,6 +55,7 @@ class Status:
     loss: float | None = None
     scores: Scores | None = None
     finished: list[Finished] = field(default_factory=list)
+    untrained: float = 0.0  # how much of the untrained model's answers there is
 
     _number: int = 0
     _seeds: Sequence[int] = ()
@@ -81,6 +82,8 @@ class Status:
             self.round, self._done, self._begun = 0, 0.0, None
             self._seeds, self._seeds_before = event.seeds, event.seeds_before
             self._steps, self._training, self._last = 0, 0.0, now
+        elif isinstance(event, Progress) and not event.method:
+            self.untrained = event.done
         elif isinstance(event, Progress):
             if self._begun is None:  # before the first step: a run that goes on
                 self._begun = (now, event.done) if event.steps == 0 else (self._last, 0.0)
@@ -204,6 +207,8 @@ class Status:
     def which(self) -> str:
         """`PF2LoRA, method 2 of 4`, with its seeds where they go one by one."""
         assert self.run is not None
+        if not self.method:
+            return "before training"
         of = f", method {self.number} of {len(self.run.methods)}" if len(self.run.methods) > 1 else ""
         some = 0 < len(self._seeds) < self.run.seeds
         seeds = f", seed {', '.join(map(str, self._seeds))}" if some else ""
@@ -213,6 +218,8 @@ class Status:
     def where(self) -> str:
         """`round 12 of 20`, and whether it evaluates."""
         assert self.run is not None
+        if not self.method:
+            return f"the untrained model is measured, {self.untrained:.0%}"
         return f"round {self.round} of {self.run.rounds}" + (", evaluating" if self.evaluating else "")
 
     @property

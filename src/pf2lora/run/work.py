@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from pf2lora.methods import METHODS
 from pf2lora.run.cadence import GRADIENT, learners_per_round, rounds_to_evaluate
@@ -68,3 +69,15 @@ class Meter:
         done = min(1.0, (self.before + self.inside) / self.total)
         round_ = min(self.round, len(self.rounds))
         self.tell(Progress(self.method, round_, done, self.steps, evaluating))
+
+
+def before_training(workload: Workload, tell: Listener) -> Callable[[int], None]:
+    """Told how many rows were answered before any method began: the untrained model's, to see scores against."""
+    total, done = max(1, sum(len(client.test) for client in workload.clients)), 0
+
+    def answered(rows: int) -> None:
+        nonlocal done
+        done += rows
+        tell(Progress("", 0, min(1.0, done / total), 0, evaluating=True))
+
+    return answered
