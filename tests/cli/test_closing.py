@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from result_example import make_result, typed
 from pf2lora.cli.closing import closing
 from pf2lora.report import advice as module
 from pf2lora.report.advice import advice
+from pf2lora.run.result import Baseline, OverClients
 
 
 @pytest.fixture(scope="module")
@@ -51,5 +53,9 @@ def test_what_cannot_be_told_apart_is_said_to_be_as_good(monkeypatch: Any) -> No
     )  # a bound: nobody can deploy it
     lines = closing(result, Path("runs/x"))
     assert lines[0] == "What to deploy: PF2LoRA." and "runs/x/methods/pf2lora/clients/NAME" in lines[1]
+    high = OverClients([1.0] * len(result.clients), 1.0, 1.0, 0.0)
+    unbeaten = {"trivial": Baseline("majority label", {result.metric: high})}
+    (doubt,) = set(closing(replace(result, baselines=unbeaten), Path("runs/x"))) - set(lines)
+    assert doubt.endswith("the model is no better than the majority label: not ready to be used there.")
     monkeypatch.setattr(module, "best", lambda result: [])  # all failed
     assert closing(result, Path("runs/x")) == []

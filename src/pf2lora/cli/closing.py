@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pf2lora.errors import one_line
 from pf2lora.report.advice import advice, recommended
+from pf2lora.report.summary import useless
 from pf2lora.run.result import Result
 
 
@@ -24,8 +25,10 @@ def closing(result: Result, out: Path) -> list[str]:
     )
     options = [str(out), *(["--method", method] if several else []), "--client", result.clients[0].name]
     client = result.clients[0].name
+    doubt = useless(result, method)
     return [
         *([f"What to deploy: {advice(result, method, as_good)}"] if several else []),
+        *([doubt] if doubt else []),
         f"Each client's adapter, {chosen}: {adapters}/NAME (a PEFT folder)",
         "Use it:",
         f"  {command('predict', *options, '--file', 'rows.jsonl')}",
