@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
-from unittest.mock import patch
 
 from rich.text import Text
 from timing import machine, versions
@@ -25,7 +24,6 @@ from pf2lora.cli.options import Choice, choices
 from pf2lora.cli.show import quiet_libraries
 from pf2lora.data.client import Client
 from pf2lora.run import config as configs
-from pf2lora.run import evaluation
 from pf2lora.run.comparison import Watcher, compare
 from pf2lora.run.config import Config
 from pf2lora.run.result import OverClients, RoundRecord
@@ -142,9 +140,8 @@ def run(workload: Workload, given: argparse.Namespace, **about: Any) -> dict[str
         save(result, given.out, given.summary)
         print(line(name, rows[name]), flush=True)
 
-    every_answer = patch.object(evaluation, "EXAMPLES", sys.maxsize)  # not only the few that a report shows
-    with every_answer:
-        compare(config, Watcher(on_round, on_outcome, notes.append), workload)
+    every = replace(config, output=replace(config.output, examples=sys.maxsize))  # not only a report's few
+    compare(every, Watcher(on_round, on_outcome, notes.append), replace(workload, config=every))
     save(result, given.out, given.summary)
     return result
 

@@ -202,10 +202,10 @@ def open_run(run: Path, method: str | None, device: str, model: str | None = Non
 def show_labels(labels: dict[str, OfLabel], mean: float | None) -> None:
     """How good each label is."""
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
     from pf2lora.cli.show import console
+    from pf2lora.cli.text import safe
 
     def shown(value: float | None) -> str:
         return "–" if value is None else f"{value:.1%}"
@@ -215,7 +215,7 @@ def show_labels(labels: dict[str, OfLabel], mean: float | None) -> None:
         table.add_column(column, justify="right")
     for name, found in labels.items():
         figures = (shown(found.f1), shown(found.precision), shown(found.recall), str(found.rows))
-        table.add_row(escape(name), *figures)
+        table.add_row(safe(name), *figures)
     table.add_row("mean F1", shown(mean), "", "", "", style="dim")
     console.print(table)
 

@@ -23,6 +23,7 @@ from pf2lora.engines.batches import Batch, EncodedSource
 from pf2lora.engines.local import Schedule, train
 from pf2lora.errors import UserError
 from pf2lora.methods.pf2lora import PF2LoRA
+from pf2lora.tasks.base import Example
 from pf2lora.tasks.question_answering.rows import QuestionRow
 from pf2lora.tasks.question_answering.settings import QuestionAnsweringSettings
 from pf2lora.tasks.question_answering.task import (
@@ -281,7 +282,7 @@ def test_bad_settings_are_one_clear_line(tmp_path: Path) -> None:
 def test_example_for_the_report() -> None:
     answering, answer = task(no_answers=True), Answer("", 0.9, 0.1, ())
     shown = answering.example(answer, row("stone", ""))
-    assert shown == ("Where is the key?", ("(no answer)",), "(no answer)")
+    assert shown == Example("Where is the key?", ("(no answer)",), "(no answer)")
     twice = dataclasses.replace(row("stone", "stone"), answers=("stone", "stone", "the stone"))
     again = answering.example(answer, twice)
     assert again is not None and again.references == ("stone", "the stone")
