@@ -48,6 +48,8 @@ def test_what_cannot_be_told_apart_is_said_to_be_as_good(monkeypatch: Any) -> No
     assert line.startswith("PF2LoRA, the highest score; as far as these test rows tell, HOMLoRA and Local")
     assert line.endswith("would do as well, and Local sends nothing.")
     assert "sends" not in advice(result, "local", ["homlora"])
+    alike = replace(result, methods=result.methods | {"homlora": result.methods["pf2lora"]})
+    assert "highest" not in advice(alike, "pf2lora", ["homlora"])
     monkeypatch.setattr(
         module, "best", lambda result: ["centralized", "pf2lora"]
     )  # a bound: nobody can deploy it

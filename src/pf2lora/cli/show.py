@@ -53,8 +53,10 @@ def show_clients(workload: Workload) -> None:
     chosen_by = sum(len(c.validation) for c in workload.clients)
     validation = f"{chosen_by} validation and " if chosen_by else ""
     model = workload.config.model
+    who = "1 client" if len(rows) == 1 else f"{len(rows)} clients"
+    count = f"{min(rows)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)}"
     console.print(
-        f"{len(rows)} clients with {min(rows)} to {max(rows)} training rows, {validation}{tests} test rows in all; "
+        f"{who} with {count} training rows, {validation}{tests} test rows in all; "
         f"{safe(model.name)} in {model.precision} on {workload.device}",
         soft_wrap=True,
     )

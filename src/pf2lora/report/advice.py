@@ -22,7 +22,9 @@ def advice(result: Result, method: str, as_good: list[str]) -> str:
     if not as_good:
         return f"{label}."
     others = numbers.listed([result.methods[name].label for name in as_good])
-    line = f"{label}, the highest score; as far as these test rows tell, {others} would do as well"
+    scores = [result.estimate(name, result.point, result.metric) for name in (method, *as_good)]
+    highest = "" if len({score.mean for score in scores if score}) == 1 else ", the highest score"
+    line = f"{label}{highest}; as far as these test rows tell, {others} would do as well"
     cheapest = min(as_good, key=lambda name: sent(result, name))
     if sent(result, cheapest) < sent(result, method):
         size = sent(result, cheapest)
