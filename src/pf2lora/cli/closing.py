@@ -28,7 +28,7 @@ def closing(result: Result, out: Path) -> list[str]:
     doubt = useless(result, method)
     return [
         *([f"What to deploy: {advice(result, method, as_good)}"] if several else []),
-        *([doubt] if doubt else []),
+        *([one_line(doubt)] if doubt else []),
         f"Each client's adapter, {chosen}: {adapters}/NAME (a PEFT folder)",
         "Use it:",
         f"  {command('predict', *options, '--file', 'rows.jsonl')}",

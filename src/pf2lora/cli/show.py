@@ -95,7 +95,8 @@ def show_result(result: Result, out: Path | None) -> None:
         show_warnings(method.label, [line for run in method.runs for line in run.warnings])
     if out is not None:
         for line in closing(result, out):
-            console.print(line, soft_wrap=not line.startswith("What"), markup=False)
+            prose = line.startswith(("What", "For"))  # paths and commands are copied, and not broken
+            console.print(line, soft_wrap=not prose, markup=False)
         console.print(f"report: {safe(str(out / 'report.html'))}", soft_wrap=True)
 
 
