@@ -54,7 +54,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         assert done.stdout.splitlines()[-1] == "HEAVY []"
         for command in COMMANDS:
             assert command in done.stdout
-    assert min(seconds) < 0.8, seconds  # 0.3 to 0.55 seen; torch alone would take 2
+    assert min(seconds) < 0.8, seconds  # 0.53 seen on a busy machine
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])

@@ -71,7 +71,7 @@ def test_the_benchmark_says_how_many_runs_are_left(tmp_path: Path, monkeypatch: 
     args += ["--variants", "pf2lora", "homlora", "--dry-run"]
     code, out, err = command_line(monkeypatch, capsys, "reproduce", "regret", *args)
     assert re.search(r"sst2-h0\.9 +2 +0 +8 +2 × 1 +1 +about ", out), out
-    assert (code, err) == (0, "") and not (tmp_path / "out" / "regret.jsonl").exists()
+    assert (code, err) == (0, "") and not (tmp_path / "out").exists()
 
 
 def test_a_rehearsal_shows_its_plan_its_bytes_and_its_privacy(

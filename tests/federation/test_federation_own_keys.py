@@ -258,5 +258,6 @@ def test_a_federation_of_such_kits_runs_and_a_removed_site_stays_out(tmp_path: P
         run.wait(lambda: run.state() == "finished", 180, "the end")
         remove(kits["server"], "site-2")
         run.wait(lambda: "Client site-2 disabled" in run.log("server"), 60, "site-2 to be turned away")
+        assert "Client site-1 disabled" not in run.log("server")
     finally:
         processes.stop(*run.started.values())

@@ -108,7 +108,7 @@ def test_what_is_allowed_is_taken(site: Path) -> None:
         named + "max_rounds = 3\nmin_steps = 2\nmin_batch_size = 4\nmin_rows = 8\nmax_runs = 1\n",
     ):
         file.write_text(text)
-        build(plan, site, SITES[0])
+        assert build(plan, site, SITES[0]).facts["model"] == digest
 
 
 def test_runs_are_counted_by_the_states_that_the_site_has(site: Path, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_an_approved_run_begins(site: Path, tmp_path: Path) -> None:
     plan = make_plan("homlora", SITES[:2])
     refused(site, "approve = true", plan, tmp_path)
     approvals.approve(site.parent, plan.name)
-    build(plan, site, SITES[0])
+    assert build(plan, site, SITES[0]).facts["model"]
 
 
 BROKEN: list[tuple[Callable[[Path], object], str]] = [

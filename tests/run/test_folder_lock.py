@@ -96,7 +96,8 @@ def test_a_file_system_without_locks_is_used_without(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(fcntl, "flock", refuses)
     with locked(tmp_path), locked(tmp_path):
-        pass
+        (tmp_path / "written").write_text("by two, as before there was a lock")
+    assert (tmp_path / "written").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

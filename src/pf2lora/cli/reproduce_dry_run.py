@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import typer
@@ -107,7 +109,9 @@ def show_regret(
         config = plan.config(*own[0])
         clients, seconds = "–", 0.0
         try:
-            clients, seconds = timed_task(plan, left) if left else ("–", 0.0)
+            if left:
+                with TemporaryDirectory() as work:  # a task's client files are made to time it; nothing stays
+                    clients, seconds = timed_task(replace(plan, work=Path(work)), left)
         except UserError as error:
             missing.append(f"{name}: {error}")
         total += seconds
@@ -122,8 +126,6 @@ def show_regret(
 def timed_task(plan: Plan, left: Sequence[tuple[BenchmarkTask, Variant]]) -> tuple[str, float]:
     """How many clients a task has and how long the runs that are left on it take: one variant is timed, and the others
     take as much longer as more rows pass through the model."""
-    from dataclasses import replace
-
     from pf2lora.reproduce.regret.runs import TUNING_SHARE
     from pf2lora.run.dry_run import method_plan
     from pf2lora.run.work import work_of_rounds

@@ -107,9 +107,10 @@ def together(result: Result) -> str:
         return "Whether training together is better than each client alone cannot be told from one run."
     if gap.is_nought:
         return "Training together and each client training alone cannot be told apart on this data."
+    where = " in the one training run that there is" if len(alone.runs) == 1 else ""
     if sign * gap.mean > 0:
-        return "Training together is better than each client training alone."
-    return "Training together brought nothing here: each client is better off training alone."
+        return f"Training together is better than each client training alone{where}."
+    return f"Training together brought nothing here: each client is better off training alone{where}."
 
 
 def useless(result: Result, method: str) -> str:
