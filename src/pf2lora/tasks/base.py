@@ -91,7 +91,7 @@ class Task(ABC, Generic[Row, Prediction]):
             ):
                 at = torch.tensor(together)
                 x, y = (t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
-                found = self.example_losses(model, x, y, Batch(len(together), encoded.rows(index)))
+                found = self.example_losses(model, x, y, encoded.batch(len(together), index))
                 width, start = len(index) // len(together), filled[together[0]]
                 filling = torch.arange(width) >= torch.tensor(real).unsqueeze(1)
                 for whole, values in zip((losses, weights), found):
@@ -270,7 +270,7 @@ def predict_rows(
     device, spans = encoded.device, encoded.spans
     for clients, index, real in evaluation_batches(encoded, size, clients_per_pass):
         at = torch.tensor(clients, device=common.device)
-        batch = Batch(len(clients), encoded.rows(index))
+        batch = encoded.batch(len(clients), index)
         found = function(
             common.index_select(0, at).to(device), personal.index_select(0, at).to(device), batch
         )

@@ -15,7 +15,6 @@ from typing import ClassVar, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -141,8 +140,9 @@ class Generation(Task[PromptRow, Continuation]):
         self._report(prompts, cut, sizes, training)
         tokens = {"input_ids": examples}
         columns = pad_columns(tokens, self.pad, {"prompt_length": torch.tensor(lengths)}, sizes)
+        predicted = columns.lengths - np.maximum(lengths, 1)  # nothing predicts a row's first token
         return PromptExamples(
-            **vars(columns),
+            **vars(columns) | {"targets": predicted},
             row_numbers=np.array(row_numbers),
             row_counts=tuple(map(len, clients)),
             prompts=self._prompt_columns(prompts, [len(client) for client in clients]),
@@ -206,18 +206,17 @@ class Generation(Task[PromptRow, Continuation]):
     ) -> tuple[Tensor, Tensor]:
         """The loss of every token given those before it, zero outside the targets, and where the targets are."""
         ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"]
-        logits = model(
-            common, personal, key=batch.key, input_ids=ids, attention_mask=batch.mask, use_cache=False
-        ).logits
-        # Position t predicts token t + 1; rolling the tokens copies less than slicing the logits would.
-        following = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-        counted = mask.roll(-1, 1).bool() & (following >= batch.tensors["prompt_length"].unsqueeze(1))
-        counted &= following < ids.shape[1]
-        flat = cross_entropy(
-            logits.flatten(0, 1).to(common.dtype), ids.roll(-1, 1).flatten(), reduction="none"
+        position = torch.arange(1, ids.shape[1] + 1, device=ids.device)  # of the token that is predicted here
+        counted = mask.roll(-1, 1).bool() & (position >= batch.tensors["prompt_length"].unsqueeze(1))
+        counted &= position < ids.shape[1]
+        following, counts, most = ids.roll(-1, 1), counted.to(common.dtype), batch.targets
+        losses = model.token_losses(
+            *(common, personal, following, counts, most),
+            attention_mask=batch.mask,
+            key=batch.key,
+            input_ids=ids,
         )
-        losses = flat.view(ids.shape)
-        return losses * counted, counted
+        return losses, counted
 
     def predict(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, *, final: bool = False
