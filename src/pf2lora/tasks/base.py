@@ -201,7 +201,7 @@ def pad_columns(
     lengths = np.array([len(row) for row in ids])
     width = int(lengths.max(initial=1))
     columns = {}
-    for name in ("input_ids", "token_type_ids"):
+    for name in ("input_ids", "token_type_ids", "target"):
         if name in tokens:
             fill = pad if name == "input_ids" else 0
             column = np.full((len(ids), width), fill, dtype=np.int32)
@@ -209,7 +209,10 @@ def pad_columns(
                 column[i, : len(row)] = row
             columns[name] = torch.from_numpy(column)
     starts = tuple(int(s) for s in np.concatenate([[0], np.cumsum(sizes)]))
-    return Encoded(columns, row_columns, lengths, starts)
+    targets = np.array([sum(row[1:]) for row in tokens["target"]]) if "target" in tokens else None
+    return Encoded(
+        columns, row_columns, lengths, starts, targets=targets
+    )  # nothing predicts a row's first token
 
 
 ROWS_ANSWERED: ContextVar[Callable[[int], None]] = ContextVar("rows answered", default=lambda rows: None)
