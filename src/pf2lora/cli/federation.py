@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pf2lora.cli.federation_doctor import doctor
 from pf2lora.cli.federation_keys import authority, kit_of_signed, readmit, remove, request, sign
 from pf2lora.cli.federation_site import approve, read_limits, verify
 from pf2lora.cli.options import WRITTEN, ListCommand, configured, read_config
@@ -16,7 +17,6 @@ from pf2lora.errors import UserError
 
 app = typer.Typer(help="Federate across machines (NVIDIA FLARE).", no_args_is_help=True)
 
-EXPIRING = 30  # days before its end in which a certificate is spoken of
 RULES = "Timeouts and update checks"
 Deadline = Annotated[
     float, typer.Option("--deadline", help="Seconds a round waits for its sites.", rich_help_panel=RULES)
@@ -178,7 +178,7 @@ def provision(
 @app.command()
 def join(kit: KitFolder) -> None:
     """Start the server or a site from its kit; runs until Ctrl-C."""
-    from pf2lora.federation.flare.processes import days_left, in_foreground, open_kit
+    from pf2lora.federation.flare.processes import EXPIRING, days_left, in_foreground, open_kit
 
     opened = open_kit(kit)
     left = days_left(opened)
@@ -250,6 +250,7 @@ def submit(
 app.command(cls=ListCommand)(submit)
 app.command()(approve)
 app.command()(verify)
+app.command()(doctor)
 for made_where_it_lives in (authority, request, sign, kit_of_signed, remove, readmit):
     app.command(name="kit" if made_where_it_lives is kit_of_signed else None)(made_where_it_lives)
 
