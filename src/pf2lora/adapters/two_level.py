@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -29,6 +29,7 @@ from pf2lora.adapters.architectures import (
 )
 from pf2lora.adapters.base_model import fresh_parameters
 from pf2lora.adapters.layers import Adapted, ClientLinear, Part, sizes
+from pf2lora.adapters.output_layer import output_layer, target_losses
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.core.factors import down, up
 from pf2lora.core.layout import Entry, Kind, Layout
@@ -52,7 +53,8 @@ class TwoLevelModel:
         if model.config.model_type == "mpnet":
             keep_position_buckets(model)
         self.common_layout, self.personal_layout = self._layouts()
-        self.compiled: Callable[..., Any] | None = None
+        self.output_layer = output_layer(model)  # None: the model's loss is made of all its logits
+        self.compiled: dict[nn.Module, Callable[..., Any]] = {}
 
     def _inject(self, targets: list[str]) -> dict[str, Adapted]:
         adapted: dict[str, Adapted] = {}
@@ -155,18 +157,51 @@ class TwoLevelModel:
 
         The mask tells the tokens from the padding on their right; None: there is no padding.
         """
+        return self._run(self.model, common, personal, attention_mask, key, inputs)
+
+    def token_losses(
+        self,
+        common: Tensor,
+        personal: Tensor,
+        following: Tensor,
+        counted: Tensor,
+        most: int | None,
+        *,
+        attention_mask: Tensor | None = None,
+        key: Tensor | None = None,
+        **inputs: Any,
+    ) -> Tensor:
+        """A language model's loss of the `following` token at every position that is `counted` (`target_losses`)."""
+        inputs["use_cache"] = False
+        if self.output_layer is None:
+            logits = self._run(self.model, common, personal, attention_mask, key, inputs).logits
+            flat = logits.flatten(0, 1).to(counted.dtype)
+            return cross_entropy(flat, following.flatten(), reduction="none").view_as(counted) * counted
+        output = self._run(self.model.base_model, common, personal, attention_mask, key, inputs)
+        return target_losses(self.output_layer, output.last_hidden_state, following, counted, most)
+
+    def _run(
+        self,
+        module: nn.Module,
+        common: Tensor,
+        personal: Tensor,
+        attention_mask: Tensor | None,
+        key: Tensor | None,
+        inputs: Mapping[str, Any],
+    ) -> Any:
         fused = self.model.config._attn_implementation != "eager"
         length = inputs["input_ids"].shape[1]
         mask = needed_mask(
             self.architecture, attention_mask, self.dtype, common.device, length=length, fused=fused
         )
-        with self.bound(common, personal, key) as model:
-            fast = self.compiled is not None and not is_differentiated_twice()
-            return (self.compiled if fast else model)(attention_mask=mask, **inputs)  # type: ignore[misc]
+        with self.bound(common, personal, key):
+            run = module if is_differentiated_twice() else self.compiled.get(module, module)
+            return run(attention_mask=mask, **inputs)
 
     def compile(self) -> None:
         """Let torch compile the model's passes: fused kernels, after some seconds for each shape of a batch."""
-        self.compiled = torch.compile(self.model, dynamic=False)
+        passes = {self.model, self.model.base_model}
+        self.compiled = {module: torch.compile(module, dynamic=False) for module in passes}
 
     @contextmanager
     def bound(self, common: Tensor, personal: Tensor, key: Tensor | None = None) -> Iterator[PreTrainedModel]:
