@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -274,12 +274,16 @@ def running(processes: dict[str, subprocess.Popen[bytes]]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def in_foreground(kit: Kit) -> int:
-    """Run a participant until it ends or Ctrl-C; its exit code."""
-    process = start(kit)
+def in_foreground(
+    kit: Kit, meanwhile: Callable[[], None] = lambda: None, log: IO[bytes] | None = None
+) -> int:
+    """Run a participant until it ends or Ctrl-C; its exit code. `meanwhile` is done now and then; what FLARE says goes
+    to `log`, or else where this process's own words go."""
+    process = start(kit, log)
     with running({kit.name: process}):
         try:
             while process.poll() is None:
+                meanwhile()
                 time.sleep(0.2)
         except KeyboardInterrupt:
             return 0
