@@ -114,14 +114,13 @@ def random_rows(shape: Shape, clients: int, rows: int) -> Encoded:
     lengths = random_lengths(shape, total, random)
     tokens = random.integers(3, shape.config.vocab_size, (total, shape.length))
     tokens[np.arange(shape.length) >= lengths[:, None]] = 1
-    target = (
-        {"prompt_length": np.zeros(total, np.int64)}
-        if shape.causal
-        else {"labels": random.integers(0, 2, total)}
+    columns = {"input_ids": tokens} | (
+        {"target": (np.arange(shape.length) < lengths[:, None]).astype(np.int32)} if shape.causal else {}
     )
+    labels = {} if shape.causal else {"labels": random.integers(0, 2, total)}
     return Encoded(
-        {"input_ids": torch.from_numpy(tokens)},
-        {name: torch.from_numpy(column) for name, column in target.items()},
+        {name: torch.from_numpy(column) for name, column in columns.items()},
+        {name: torch.from_numpy(column) for name, column in labels.items()},
         lengths,
         tuple(range(0, total + 1, rows)),
     )
