@@ -15,6 +15,7 @@ from pf2lora.serve.batch import Row, RunningBatch
 from pf2lora.serve.errors import bad_request
 from pf2lora.serve.text import GrowingText
 from pf2lora.serve.worker import Worker
+from pf2lora.tasks.generation.prompts import PromptRow
 from pf2lora.tasks.generation.task import Generation
 
 MOST_POSITIONS = (
@@ -114,7 +115,7 @@ class Prompts:
         if any(not text.strip() for text in texts):
             raise bad_request("an empty prompt cannot be continued", "prompt")
         with self.lock:
-            return self.task._prompt_tokens(texts)
+            return self.task.encoder.prompts([PromptRow(text, ()) for text in texts])
 
     def of_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         if not self.has_template:
@@ -149,7 +150,7 @@ class Prompts:
         return asked or min(left, self.task.settings.max_new_tokens or left)
 
     def growing(self, stops: Sequence[str], *, chat: bool) -> GrowingText:
-        """In training a blank stands before each target (tasks/generation/task.py), which is no part of the answer."""
+        """In training a blank stands before each target (tasks/generation/encoding.py), which is no part of the answer."""
 
         def decode(tokens: list[int]) -> str:
             return str(
