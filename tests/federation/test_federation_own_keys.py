@@ -158,7 +158,7 @@ def test_folders_that_hold_something_are_left_alone(made: Made) -> None:
 
 
 def test_join_speaks_of_a_certificate_that_ends_soon(monkeypatch: pytest.MonkeyPatch, made: Made) -> None:
-    monkeypatch.setattr(processes, "in_foreground", lambda kit: 0)
+    monkeypatch.setattr(processes, "in_foreground", lambda *how: 0)
     kit = made.root / "kits" / "site-1"
     assert "ends in" not in CliRunner().invoke(app, ["join", str(kit)]).output
     monkeypatch.setattr(processes, "days_left", lambda kit: 29)

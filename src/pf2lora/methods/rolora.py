@@ -35,6 +35,7 @@ class RoLoRA(Partly):
     label: ClassVar[str] = "RoLoRA"
     summary: ClassVar[str] = "rounds alternate between B and A: trained, sent and averaged"
     sent_part: ClassVar[str] = "B or A, and the head"
+    merges_mean: ClassVar[bool] = True
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "moving"})
 
     def moves(self, number: int) -> Kind:

@@ -42,6 +42,7 @@ class Scaffold(Method):
     summary: ClassVar[str] = "FedAvg whose clients correct their drift by control variates"
     sent_part: ClassVar[str] = "x and control variates"
     not_private: ClassVar[str] = "its clients send control variates beside x"
+    merges_mean: ClassVar[bool] = True
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "clients"})
 
     def leaves(self, number: int) -> Layout:

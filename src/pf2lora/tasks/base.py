@@ -91,7 +91,7 @@ class Task(ABC, Generic[Row, Prediction]):
             ):
                 at = torch.tensor(together)
                 x, y = (t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
-                found = self.example_losses(model, x, y, Batch(len(together), encoded.rows(index)))
+                found = self.example_losses(model, x, y, encoded.batch(len(together), index))
                 width, start = len(index) // len(together), filled[together[0]]
                 filling = torch.arange(width) >= torch.tensor(real).unsqueeze(1)
                 for whole, values in zip((losses, weights), found):
@@ -209,7 +209,10 @@ def pad_columns(
                 column[i, : len(row)] = row
             columns[name] = torch.from_numpy(column)
     starts = tuple(int(s) for s in np.concatenate([[0], np.cumsum(sizes)]))
-    return Encoded(columns, row_columns, lengths, starts)
+    targets = np.array([sum(row[1:]) for row in tokens["target"]]) if "target" in tokens else None
+    return Encoded(
+        columns, row_columns, lengths, starts, targets=targets
+    )  # nothing predicts a row's first token
 
 
 ROWS_ANSWERED: ContextVar[Callable[[int], None]] = ContextVar("rows answered", default=lambda rows: None)
@@ -270,7 +273,7 @@ def predict_rows(
     device, spans = encoded.device, encoded.spans
     for clients, index, real in evaluation_batches(encoded, size, clients_per_pass):
         at = torch.tensor(clients, device=common.device)
-        batch = Batch(len(clients), encoded.rows(index))
+        batch = encoded.batch(len(clients), index)
         found = function(
             common.index_select(0, at).to(device), personal.index_select(0, at).to(device), batch
         )

@@ -13,7 +13,6 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -117,17 +116,15 @@ class Generation(Task[TextRow, Continuation]):
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
         """The loss of every token given those before it, zero outside the targets, and where the targets are."""
-        ids = batch.tensors["input_ids"]
-        logits = model(
-            common, personal, key=batch.key, input_ids=ids, attention_mask=batch.mask, use_cache=False
-        ).logits
-        # Position t predicts token t + 1; rolling the tokens copies less than slicing the logits would.
-        counted = counted_positions(batch)
-        flat = cross_entropy(
-            logits.flatten(0, 1).to(common.dtype), ids.roll(-1, 1).flatten(), reduction="none"
+        ids, counted = batch.tensors["input_ids"], counted_positions(batch)
+        following, counts = ids.roll(-1, 1), counted.to(common.dtype)  # position t predicts token t + 1
+        losses = model.token_losses(
+            *(common, personal, following, counts, batch.targets),
+            attention_mask=batch.mask,
+            key=batch.key,
+            input_ids=ids,
         )
-        losses = flat.view(ids.shape)
-        return losses * counted, counted
+        return losses, counted
 
     def predict(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, *, final: bool = False
