@@ -7,7 +7,6 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from pf2lora.errors import UserError, shown
@@ -70,6 +69,8 @@ class ChatTemplate:
     def accepted(self, row: Conversation, *, ask: bool = False) -> tuple[Conversation, str]:
         """The conversation as the template takes it, and its text: what the system says goes to the next turn where a
         template knows no system."""
+        from jinja2 import TemplateError
+
         try:
             return row, self.render(row.messages, ask=ask)
         except TemplateError as error:
