@@ -68,6 +68,8 @@ def set_up(
     try:
         if config.model.compile and compiled:
             model.compile()
+        if config.model.checkpointing == "on":
+            model.repeat_layers()
         names = ["pooled"] if kind.pooled else workload.names
         position, clients = place or (0, len(names))
         positions = tuple(range(position, position + len(names))) * len(seeds)
