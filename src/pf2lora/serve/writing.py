@@ -150,7 +150,7 @@ class Prompts:
         return asked or min(left, self.task.settings.max_new_tokens or left)
 
     def growing(self, stops: Sequence[str], *, chat: bool) -> GrowingText:
-        """In training a blank stands before each target (tasks/generation/encoding.py), which is no part of the answer."""
+        """In training a blank comes before each target (tasks/generation/encoding.py): it is no part of the answer."""
 
         def decode(tokens: list[int]) -> str:
             return str(
