@@ -43,10 +43,12 @@ class Served:
 
 
 @contextmanager
-def serving(run: Path, access: Access | None = None, **limits: Any) -> Iterator[Served]:
+def serving(
+    run: Path, access: Access | None = None, tls: tuple[Path, Path] | None = None, **limits: Any
+) -> Iterator[Served]:
     given = Limits(**limits)
     service = Service(load_run(run, device="cpu"), given)
-    server = make_server(create_app(service, access or Access()), given)
+    server = make_server(create_app(service, access or Access()), given, *(tls or ()))
     bound = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
@@ -54,7 +56,7 @@ def serving(run: Path, access: Access | None = None, **limits: Any) -> Iterator[
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Served(address_of(bound, "127.0.0.1", tls=False), service)
+        yield Served(address_of(bound, "127.0.0.1", tls=tls is not None), service)
     finally:
         server.should_exit = True
         thread.join(20)

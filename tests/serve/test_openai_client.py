@@ -14,9 +14,13 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from serving import NAMES, Served, serving, standing_still
 
 from pf2lora.serve.access import read_tokens
+from pf2lora.serve.bodies import UNSUPPORTED, Body, ChatBody, CompletionBody, PredictBody, parsed
+from pf2lora.serve.errors import ApiError
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
 
@@ -204,6 +208,37 @@ def test_what_else_is_no_request(served: Served) -> None:
     assert status == 400 and "POST /v1/completions" in error["error"]["message"]
     with urllib.request.urlopen(f"{served.address}/health") as answer:
         assert json.load(answer) == {"status": "ok"}
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+fields = st.sampled_from(
+    [*CompletionBody.model_fields, *ChatBody.model_fields, *UNSUPPORTED, "inputs", "other"]
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.dictionaries(fields, values, max_size=5), st.sampled_from([CompletionBody, ChatBody, PredictBody]))
+def test_whatever_is_asked_for_is_taken_or_refused_in_a_line(body: dict[str, Any], kind: type[Body]) -> None:
+    found: Body | ApiError
+    try:
+        found = parsed(kind, json.dumps({"model": "north", "prompt": "soup"} | body).encode())
+    except ApiError as error:
+        found = error
+    if isinstance(found, ApiError):
+        assert found.status == 400 and "\n" not in found.message and len(found.message) < 500
+    else:
+        assert isinstance(found, kind)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.dictionaries(fields.filter(lambda name: name != "stream"), values, max_size=3))
+def test_no_request_breaks_the_server(served: Served, body: dict[str, Any]) -> None:
+    asked = {"model": "north", "prompt": "soup", "max_tokens": 2} | body
+    assert post(served, "/v1/completions", json.dumps(asked).encode())[0] in (200, 400, 404)
 
 
 # --- tokens --------------------------------------------------------------------------------------------------
