@@ -34,7 +34,7 @@ from pf2lora.tasks.settings import TaskSettings
 
 Value = str | int | float | bool | list[str]
 PRECISIONS = ("float32", "bfloat16")
-CHECKPOINTING = ("auto", "on", "off")
+CHECKPOINTING, QUANTIZATIONS = ("auto", "on", "off"), ("none", "nf4", "int8")
 KEPT = ("best", "last")
 
 
@@ -49,16 +49,14 @@ class ModelSettings:
         False, "compile the model: faster steps after about a minute, for long runs on CUDA"
     )
     graphs: bool = setting(True, "on CUDA, record a local step once and replay it")
-    checkpointing: str = setting(
-        "auto",
-        "layers keep their input alone and are run again for the gradient: on, off, or auto: where memory would not do",
-    )
+    checkpointing: str = setting("auto", "run layers again for the gradient, to save memory: on, off or auto")
+    quantization: str = setting("none", "the frozen base model's layers in fewer bits: nf4, int8 or none")
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise unknown("precision", self.precision, PRECISIONS)
-        if self.checkpointing not in CHECKPOINTING:
-            raise unknown("checkpointing", self.checkpointing, CHECKPOINTING)
+        known = {"precision": PRECISIONS, "checkpointing": CHECKPOINTING, "quantization": QUANTIZATIONS}
+        for name, words in known.items():
+            if getattr(self, name) not in words:
+                raise unknown(name, getattr(self, name), words)
 
 
 @dataclass(frozen=True)
