@@ -33,7 +33,7 @@ from pf2lora.tasks.classification.settings import ClassificationSettings
 from pf2lora.tasks.settings import TaskSettings
 
 Value = str | int | float | bool | list[str]
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("auto", "float32", "bfloat16")
 CHECKPOINTING = ("auto", "on", "off")
 KEPT = ("best", "last")
 
@@ -44,9 +44,13 @@ class ModelSettings:
 
     name: str = setting("", "base model: a Hugging Face hub name or a folder", everyday=True)
     device: str = setting("auto", "auto, cpu, cuda or cuda:N", everyday=True)
-    precision: str = setting("float32", "precision of the base model: float32 or bfloat16", everyday=True)
-    compile: bool = setting(
-        False, "compile the model: faster steps after about a minute, for long runs on CUDA"
+    precision: str = setting(
+        "auto",
+        "precision of the base model: float32, bfloat16, or auto: bfloat16 where CUDA has it",
+        everyday=True,
+    )
+    compile: bool | None = setting(
+        None, "compile the model: faster steps after a while (default: on CUDA, where a run is long enough)"
     )
     graphs: bool = setting(True, "on CUDA, record a local step once and replay it")
     checkpointing: str = setting(
@@ -57,8 +61,19 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS)
+        if self.precision == "auto":  # from here on it is known: a run says what it was, and goes on with it
+            object.__setattr__(self, "precision", fastest_precision(self.device))
         if self.checkpointing not in CHECKPOINTING:
             raise unknown("checkpointing", self.checkpointing, CHECKPOINTING)
+
+
+def fastest_precision(device: str) -> str:
+    """bfloat16 on an accelerator that computes with it, float32 elsewhere."""
+    if device == "cpu":
+        return "float32"
+    import torch
+
+    return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
 
 
 @dataclass(frozen=True)
