@@ -52,7 +52,7 @@ class Choice:
     @property
     def flags(self) -> list[str]:
         long = "--" + self.name.replace("_", "-")
-        if self.kind is bool:
+        if self.kind in (bool, bool | None):
             return [f"{long}/--no-{long[2:]}"]
         return [SHORTER[self.name], long] if self.name in SHORTER else [long]
 
