@@ -14,7 +14,8 @@ import pf2lora
 from pf2lora.reproduce.presets import load_preset, preset_names
 from pf2lora.run import compiling, trial
 from pf2lora.run.comparison import prepare
-from pf2lora.run.config import ModelSettings, from_settings, to_dict
+from pf2lora.run.config import from_settings, to_dict
+from pf2lora.run.model_settings import ModelSettings
 from pf2lora.run.set_up import set_up
 from pf2lora.run.workload import Workload
 
@@ -47,7 +48,7 @@ def test_the_precision_is_the_devices(
 
 
 def test_a_run_says_which_precision_it_had(world: World, tmp_path: Path) -> None:
-    result = pf2lora.train(**world.settings(rounds=1, steps=1, out=tmp_path / "run"))
+    result = pf2lora.federate(**world.settings(rounds=1, steps=1, out=tmp_path / "run"))
     assert result.config["model"]["precision"] == "float32"
 
 
