@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 from pf2lora.data.settings import PANELS as DATA_PANELS
 from pf2lora.errors import UserError
 from pf2lora.run import config as configs
-from pf2lora.run.config import Config
+from pf2lora.run.config import DEFAULT_TASK, Config
 from pf2lora.settings import column_settings, is_word, settings_of, types_of
 from pf2lora.tasks import TASKS
 from pf2lora.tasks.settings import TaskSettings
@@ -90,7 +90,7 @@ def task_choices() -> dict[str, Choice]:
     """Our tasks' own settings; one that several tasks have is one flag, with each task's default. Another package's
     task is not imported for this: its settings are those of ours that are called alike, and the TOML table [task]."""
     names = ", ".join(TASKS)
-    default = Config().task.name
+    default = DEFAULT_TASK.name
     found = {
         "task": Choice(
             "task", str, f"{names}, or package.module:Class{default_hint([('', default)])}", EVERYDAY
