@@ -21,6 +21,7 @@ from pf2lora.serve.server import address_of, listen, make_server
 from pf2lora.serve.service import Limits, Service
 
 NAMES = ("north", "south", "west")
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
 
 
 def write_generation_run(folder: Path) -> Path:
@@ -40,6 +41,10 @@ class Served:
 
     def client(self, token: str = "none") -> OpenAI:
         return OpenAI(base_url=f"{self.address}/v1", api_key=token, max_retries=0, timeout=30)
+
+
+def complete(served: Served, model: str, prompt: str, **options: Any) -> str:
+    return served.client().completions.create(model=model, prompt=prompt, **GREEDY | options).choices[0].text
 
 
 @contextmanager
