@@ -49,7 +49,7 @@ def test_a_stranger_serves_a_run_from_another_folder_and_stops_it(
         server.kill()
     lines = said.splitlines()
     assert server.returncode == 0 and lines[-1] == "stopped", said
-    assert lines[0] == "models: common, north, south, west, base" and "no chat template" in said
+    assert lines[0] == "models: common, north, south, west, base" and lines[2].startswith("a run of prompts")
     told = [line.split(" ", 2)[2] for line in lines[3:-1]]  # without date and time
     assert re.sub(r"\d\.\d\d", "…", "; ".join(told)) == (
         "token POST /v1/completions north 200 … s; - GET /v1/nobody-asks%0athis - 404 … s"
