@@ -93,7 +93,8 @@ def serve(
         access = read_tokens(tokens, list(service.adapters))
     for line in introduced(service):
         typer.echo(one_line(line), err=True)
-    server = make_server(create_app(service, access), limits, tls_cert, tls_key)
+    app = create_app(service, access, lambda line: typer.echo(line, err=True))
+    server = make_server(app, limits, tls_cert, tls_key)
     socket.listen()  # from here on callers are heard, so the address can be told
     typer.echo(address_of(socket, host, tls=tls_cert is not None))
     try:
