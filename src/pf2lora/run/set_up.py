@@ -20,6 +20,7 @@ from pf2lora.engines.local import Schedule
 from pf2lora.engines.rates import Rates
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
+from pf2lora.run.compiling import compiles
 from pf2lora.run.config import Config
 from pf2lora.run.workload import Workload
 from pf2lora.settings import checked
@@ -66,7 +67,7 @@ def set_up(
     config, kind = workload.config, METHODS[name]
     model = TwoLevelModel(workload.base, adapter_spec(config, name))
     try:
-        if config.model.compile and compiled:
+        if compiled and compiles(workload, name, len(seeds)):
             model.compile()
         if config.model.checkpointing == "on":
             model.repeat_layers()

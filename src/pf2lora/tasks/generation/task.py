@@ -25,7 +25,7 @@ from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
 from pf2lora.errors import UserError
-from pf2lora.tasks.base import Example, Scores, Task, predict_rows
+from pf2lora.tasks.base import Example, Scores, Shown, Task, predict_rows
 from pf2lora.tasks.generation import scores as nlg
 from pf2lora.tasks.generation.decoding import NoRepeatInText, left_padded
 from pf2lora.tasks.generation.encoding import Encoder, PromptExamples
@@ -222,6 +222,11 @@ class Generation(Task[TextRow, Continuation]):
     def describe(self, rows: Sequence[TextRow]) -> dict[str, int]:
         counts = Counter(row.group for row in rows if row.group)
         return {group: counts[group] for group in sorted(counts)}
+
+    def show(self, row: TextRow) -> Shown:
+        encoded = self.encode([[row]], training=True)
+        target = encoded.token_columns["target"][0].bool().tolist()
+        return self.shown(encoded, 0, target, f"loss on {sum(target)} of {int(encoded.lengths[0])} tokens")
 
     def input_text(self, row: TextRow) -> str:
         return row.prompt
