@@ -83,6 +83,17 @@ def needed_mask(
     return bias[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
 
 
+def packed_mask(examples: Tensor, dtype: torch.dtype) -> Tensor:
+    """Who sees whom in rows (rows, tokens) that hold several examples, by the number of each token's example: a token
+    those before it of its own example. (rows, 1, tokens, tokens), to be added to the scores; made without asking the
+    device anything, so that it can be recorded."""
+    apart = examples.unsqueeze(2) != examples.unsqueeze(1)
+    apart |= torch.ones_like(apart[0]).triu(1)
+    return torch.zeros(apart.shape, dtype=dtype, device=apart.device).masked_fill(
+        apart, torch.finfo(dtype).min
+    )[:, None]
+
+
 def keep_position_buckets(model: nn.Module) -> None:
     """Let MPNet look its relative positions up: they depend on the length of a batch alone.
 

@@ -24,6 +24,7 @@ from pf2lora.adapters.architectures import (
     Architecture,
     keep_position_buckets,
     needed_mask,
+    packed_mask,
     stack_relative_positions,
 )
 from pf2lora.adapters.base_model import fresh_parameters
@@ -171,10 +172,14 @@ class TwoLevelModel:
         *,
         attention_mask: Tensor | None = None,
         key: Tensor | None = None,
+        examples: Tensor | None = None,
         **inputs: Any,
     ) -> Tensor:
-        """A language model's loss of the `following` token at every position that is `counted` (`target_losses`)."""
+        """A language model's loss of the `following` token at every position that is `counted` (`target_losses`).
+        Where rows hold several `examples`, their numbers say which token belongs to which."""
         inputs["use_cache"] = False
+        if examples is not None:
+            attention_mask = packed_mask(examples, self.dtype)
         if self.output_layer is None:
             logits = self._run(self.model, common, personal, attention_mask, key, inputs).logits
             flat = logits.flatten(0, 1).to(counted.dtype)
@@ -193,9 +198,11 @@ class TwoLevelModel:
     ) -> Any:
         fused = self.model.config._attn_implementation != "eager"
         length = inputs["input_ids"].shape[1]
-        mask = needed_mask(
-            self.architecture, attention_mask, self.dtype, common.device, length=length, fused=fused
-        )
+        mask = attention_mask
+        if mask is None or mask.dim() < 4:  # else it is ready-made
+            mask = needed_mask(
+                self.architecture, attention_mask, self.dtype, common.device, length=length, fused=fused
+            )
         with self.bound(common, personal, key):
             run = module if is_differentiated_twice() else self.compiled.get(module, module)
             return run(attention_mask=mask, **inputs)
