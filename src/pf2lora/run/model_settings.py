@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pf2lora.errors import unknown
 from pf2lora.settings import setting
 
-WORDS = {"precision": ("auto", "float32", "bfloat16"), "checkpointing": ("auto", "on", "off")}
+WORDS = {
+    "precision": ("auto", "float32", "bfloat16"),
+    "checkpointing": ("auto", "on", "off"),
+    "quantization": ("none", "nf4", "int8"),
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class ModelSettings:
         "auto",
         "layers keep their input alone and are run again for the gradient: on, off, or auto: where memory would not do",
     )
+
+    quantization: str = setting("none", "the frozen base model's layers in fewer bits: nf4, int8 or none")
 
     def __post_init__(self) -> None:
         for name, words in WORDS.items():
