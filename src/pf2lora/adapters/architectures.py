@@ -45,7 +45,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": LLAMA_LIKE,
     "gemma": LLAMA_LIKE,
     "gemma2": LLAMA_LIKE,
+    "gemma3_text": LLAMA_LIKE,
     "olmo2": LLAMA_LIKE,
+    "phi": LLAMA_LIKE,
+    "phi3": Architecture(
+        ("self_attn.qkv_proj",), fused=("q", "k", "v"), adapted_parts=("q", "v"), attention="causal"
+    ),
 }
 
 HEADS = ("classifier", "score", "qa_outputs")
