@@ -1,9 +1,9 @@
 """Memory and time of a local step on large language models, one JSON line for each row.
 
 Random weights of well-known shapes (`shapes.py`), drawn on the device in bfloat16; 8 clients. Rows differ by method, by
-whether layers are run again for the gradient (`checkpointing`), by whether they are compiled, and by the bits of the
-frozen base model. The plain way beside them is PEFT's, client by client (`plain_peft.py`): two clients are timed, and
-multiplied.
+whether layers are run again for the gradient (`checkpointing`), by whether they are compiled, by the bits of the frozen
+base model, and by how many clients share a pass (one pass is timed, and multiplied). The plain way beside
+them is PEFT's, client by client (`plain_peft.py`): two clients are timed, and multiplied.
 
 `peak_gb` is the most that was in use on the device, the base model included, `reserved_gb` what a card must have for
 it. The share is that of the machine's product of two large square matrices, counting necessary arithmetic alone: what
@@ -34,13 +34,14 @@ TINY = ("small-llama", "small-gpt2")
 
 
 class Case(NamedTuple):
-    """One row; the plain way has neither of the last three."""
+    """One row; the plain way has its method alone."""
 
     way: Way
     bits: str = "none"
     checkpointing: str = "off"
     compiled: bool = False
     plain: bool = False
+    per_pass: int | None = None  # all
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -50,6 +51,8 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         for checkpointing in options.checkpointing if bits == "none" else ["on"]:
             for fast in compiled:
                 for way in (PF2LORA, HOMLORA):
+                    if checkpointing == "off" and options.per_pass and bits == "none":
+                        yield Case(way, bits, checkpointing, fast, per_pass=options.per_pass)
                     yield Case(way, bits, checkpointing, fast)
         if bits == "none" and not options.skip_plain:
             yield Case(HOMLORA, plain=True)
@@ -58,7 +61,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 def measure(work: Workload, case: Case, options: argparse.Namespace, rate: float) -> dict[str, Any]:
     """The figures of a row."""
-    clients = options.clients
+    clients = case.per_pass or options.clients
     if case.plain:
         timed = time_plain(work, case.way, min(2, clients), options)
         trial = set_up(work, case.way, clients)
@@ -130,6 +133,7 @@ def rows_of(model: str, device: torch.device, options: argparse.Namespace) -> It
             "base": work.precision if bits == "none" else bits,
             "checkpointing": case.checkpointing,
             "compiled": case.compiled,
+            "clients_per_pass": 1 if case.plain else case.per_pass or options.clients,
             "base_gb": round(held_bytes(work.base) / 1e9, 2),
             "ceiling_tflops": round(rate / 1e12, 3),
         }
@@ -154,6 +158,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--bits", nargs="+", default=["none", "nf4"], choices=["none", "nf4", "int8"])
     parser.add_argument("--checkpointing", nargs="+", default=["on", "off"], choices=["on", "off"])
+    parser.add_argument(
+        "--per-pass", type=int, default=2, help="without checkpointing, passes of so many clients, too"
+    )
     parser.add_argument("--compile", default="both", choices=["both", "on", "off"])
     parser.add_argument("--skip-plain", action="store_true", help="this project alone")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of a row, whose median is taken")

@@ -119,12 +119,13 @@ def test_language_models_memory_has_a_row_for_each_case(
     """Layers that are run again change no loss, fewer bits do; a row that fails says so, and the next one begins."""
     file = tmp_path / "rows.jsonl"
     options = ["--tiny", "--models", "small-llama", "--clients", "2", "--repeat", "1", "--json", str(file)]
+    options += ["--per-pass", "1"]
     rows = scripts["llm_memory"].main(options)
     assert [json.loads(line) for line in file.read_text().splitlines()] == rows
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"] == rows
-    kinds = [(r["method"], r["base"], r["checkpointing"], r["plain"]) for r in rows]
-    assert len(rows) == len(set(kinds)) == 8 and not any("error" in r for r in rows)
+    kinds = [(r["method"], r["base"], r["checkpointing"], r["plain"], r["clients_per_pass"]) for r in rows]
+    assert len(rows) == len(set(kinds)) == 10 and not any("error" in r for r in rows)
     assert all(r["ms"] > 0 and r["share"] > 0 for r in rows)
     losses = {kind: r.get("first_loss") for kind, r in zip(kinds, rows)}
-    again, kept = (losses["pf2lora", "float32", how, False] for how in ("on", "off"))
-    assert again == kept != losses["pf2lora", "nf4", "on", False]
+    again, kept = (losses["pf2lora", "float32", how, False, 2] for how in ("on", "off"))
+    assert again == kept != losses["pf2lora", "nf4", "on", False, 2]

@@ -21,6 +21,7 @@ from pf2lora.serve.server import address_of, listen, make_server
 from pf2lora.serve.service import Limits, Service
 
 NAMES = ("north", "south", "west")
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
 
 
 def write_generation_run(folder: Path) -> Path:
@@ -42,11 +43,17 @@ class Served:
         return OpenAI(base_url=f"{self.address}/v1", api_key=token, max_retries=0, timeout=30)
 
 
+def complete(served: Served, model: str, prompt: str, **options: Any) -> str:
+    return served.client().completions.create(model=model, prompt=prompt, **GREEDY | options).choices[0].text
+
+
 @contextmanager
-def serving(run: Path, access: Access | None = None, **limits: Any) -> Iterator[Served]:
+def serving(
+    run: Path, access: Access | None = None, tls: tuple[Path, Path] | None = None, **limits: Any
+) -> Iterator[Served]:
     given = Limits(**limits)
     service = Service(load_run(run, device="cpu"), given)
-    server = make_server(create_app(service, access or Access()), given)
+    server = make_server(create_app(service, access or Access()), given, *(tls or ()))
     bound = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
@@ -54,7 +61,7 @@ def serving(run: Path, access: Access | None = None, **limits: Any) -> Iterator[
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Served(address_of(bound, "127.0.0.1", tls=False), service)
+        yield Served(address_of(bound, "127.0.0.1", tls=tls is not None), service)
     finally:
         server.should_exit = True
         thread.join(20)

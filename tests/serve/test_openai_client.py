@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,21 +12,19 @@ from typing import Any
 
 import openai
 import pytest
-from serving import NAMES, Served, serving, standing_still
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import GREEDY, NAMES, Served, complete, serving
 
 from pf2lora.serve.access import read_tokens
-
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
+from pf2lora.serve.bodies import UNSUPPORTED, Body, ChatBody, CompletionBody, PredictBody, parsed
+from pf2lora.serve.errors import ApiError
 
 
 @pytest.fixture(scope="module")
 def served(generation_run: Path) -> Iterator[Served]:
     with serving(generation_run, batch=4, queue=8, body=20_000) as running:
         yield running
-
-
-def complete(served: Served, model: str, prompt: str, **options: Any) -> str:
-    return served.client().completions.create(model=model, prompt=prompt, **GREEDY | options).choices[0].text
 
 
 def test_models_are_listed(served: Served) -> None:
@@ -206,6 +202,37 @@ def test_what_else_is_no_request(served: Served) -> None:
         assert json.load(answer) == {"status": "ok"}
 
 
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+fields = st.sampled_from(
+    [*CompletionBody.model_fields, *ChatBody.model_fields, *UNSUPPORTED, "inputs", "other"]
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.dictionaries(fields, values, max_size=5), st.sampled_from([CompletionBody, ChatBody, PredictBody]))
+def test_whatever_is_asked_for_is_taken_or_refused_in_a_line(body: dict[str, Any], kind: type[Body]) -> None:
+    found: Body | ApiError
+    try:
+        found = parsed(kind, json.dumps({"model": "north", "prompt": "soup"} | body).encode())
+    except ApiError as error:
+        found = error
+    if isinstance(found, ApiError):
+        assert found.status == 400 and "\n" not in found.message and len(found.message) < 500
+    else:
+        assert isinstance(found, kind)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.dictionaries(fields.filter(lambda name: name != "stream"), values, max_size=3))
+def test_no_request_breaks_the_server(served: Served, body: dict[str, Any]) -> None:
+    asked = {"model": "north", "prompt": "soup", "max_tokens": 2} | body
+    assert post(served, "/v1/completions", json.dumps(asked).encode())[0] in (200, 400, 404)
+
+
 # --- tokens --------------------------------------------------------------------------------------------------
 
 TOKENS = {"north": "n" * 20, "south": "s" * 20, "operator": "o" * 20}
@@ -248,83 +275,3 @@ def test_a_wrong_token_opens_nothing(guarded: Served, token: str) -> None:
         assert status == 401 and error["error"]["code"] == "invalid_api_key"
     with pytest.raises(openai.AuthenticationError):
         guarded.client("wrong").models.list()
-
-
-# --- too much, too long --------------------------------------------------------------------------------------
-
-
-def test_whoever_comes_when_the_line_is_full_is_told_to_come_back(generation_run: Path) -> None:
-    with (
-        serving(generation_run, batch=1, queue=2) as served,
-        standing_still(served) as pause,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        first = pool.submit(complete, served, "north", "soup")
-        assert pause.asked.wait(10)
-        second = pool.submit(complete, served, "south", "soup")
-        waiting = served.service.worker._waiting
-        for _ in range(500):
-            if len(waiting) == 2:
-                break
-            time.sleep(0.01)
-        with pytest.raises(openai.RateLimitError) as error:
-            complete(served, "west", "soup")
-        assert error.value.response.headers["retry-after"] == "1"
-        with pytest.raises(openai.RateLimitError):
-            served.client().completions.create(model="west", prompt=["a", "b", "c"])
-        pause.go_on.set()
-        assert first.result(20) and second.result(20)
-
-
-def test_a_request_that_takes_too_long_is_ended(generation_run: Path) -> None:
-    with serving(generation_run, seconds=0.3) as served, standing_still(served):
-        with pytest.raises(openai.InternalServerError) as error:
-            complete(served, "north", "soup")
-        assert error.value.status_code == 504 and "not finished within 0.3 seconds" in str(error.value)
-        with pytest.raises(openai.APIError, match="not finished within"):
-            list(served.client().completions.create(model="north", prompt="soup", stream=True))
-        assert all(job.cancelled for job in served.service.worker._waiting)
-
-
-def test_whoever_goes_away_is_no_longer_written_for(generation_run: Path) -> None:
-    with serving(generation_run) as served, standing_still(served) as pause:
-        impatient = served.client().with_options(timeout=0.3)
-        with pytest.raises(openai.APITimeoutError):
-            impatient.completions.create(model="north", prompt="soup")
-        assert pause.asked.is_set()
-        for _ in range(500):
-            if all(job.cancelled for job in served.service.worker._waiting):
-                break
-            time.sleep(0.01)
-        assert [job.cancelled for job in served.service.worker._waiting] == [True]
-
-
-def test_a_pass_that_fails_ends_its_requests_and_no_others(
-    generation_run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with serving(generation_run) as served:
-        batch = served.service.worker.batch  # type: ignore[union-attr]
-        step, batch.step = batch.step, lambda: 1 / 0  # type: ignore[method-assign]
-        with pytest.raises(openai.InternalServerError, match=r"the model failed \(ZeroDivisionError\)"):
-            complete(served, "north", "soup")
-        batch.step = step  # type: ignore[method-assign]
-        assert complete(served, "north", "soup")
-    assert "ZeroDivisionError" in capfd.readouterr().err
-
-
-def test_the_end_waits_for_a_text_and_tells_those_who_wait(generation_run: Path) -> None:
-    with serving(generation_run) as served:
-        worker = served.service.worker
-        slow, turn = threading.Event(), worker.turn
-
-        def slowly() -> None:
-            slow.set()
-            time.sleep(0.05)
-            turn()
-
-        worker.turn = slowly  # type: ignore[method-assign]
-        with ThreadPoolExecutor(1) as pool:
-            text = pool.submit(complete, served, "north", "soup")
-            assert slow.wait(10)
-            assert worker.alive
-    assert text.result(20) and not worker.alive

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -39,14 +41,20 @@ def test_a_stranger_serves_a_run_from_another_folder_and_stops_it(
         request = urllib.request.Request(f"{address}/v1/completions", body, headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
             assert json.load(answer)["choices"][0]["finish_reason"] in ("length", "stop")
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{address}/v1/nobody-asks%0athis", timeout=30)
         server.send_signal(signal.SIGINT)
         _, said = server.communicate(timeout=30)
     finally:
         server.kill()
     lines = said.splitlines()
     assert server.returncode == 0 and lines[-1] == "stopped", said
-    assert lines[0] == "models: common, north, south, west, base" and "no chat template" in said
-    assert LONG not in said and "Traceback" not in said
+    assert lines[0] == "models: common, north, south, west, base" and lines[2].startswith("a run of prompts")
+    told = [line.split(" ", 2)[2] for line in lines[3:-1]]  # without date and time
+    assert re.sub(r"\d\.\d\d", "…", "; ".join(told)) == (
+        "token POST /v1/completions north 200 … s; - GET /v1/nobody-asks%0athis - 404 … s"
+    )
+    assert LONG not in said and "soup" not in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize(
@@ -65,6 +73,8 @@ def test_a_stranger_serves_a_run_from_another_folder_and_stops_it(
         ),
         (["--method", "homlora", "--port", "0"], "has no method 'homlora'"),
         (["--tokens", "EMPTY", "--port", "0"], "no tokens; a table for each holder"),
+        (["--tokens", "MISSPELT", "--port", "0"], "[nroth]: unknown model 'nroth'; did you mean 'north'?"),
+        (["--max-length", "9999", "--port", "0"], "--max-length is 9999, but the model takes 128 tokens"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(
@@ -81,6 +91,7 @@ def test_what_cannot_be_served_is_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "TOKEN").write_text(LONG)
     (tmp_path / "EMPTY").write_text("")
+    (tmp_path / "MISSPELT").write_text(f'[nroth]\ntoken = "{LONG}"')
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -14,31 +14,65 @@ from serving import NAMES
 from tiny_tasks import byte_tokenizer
 from tiny_text_models import causal
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PreTrainedModel
 
 from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
 from pf2lora.run.saved import LoadedRun, load_run
 from pf2lora.serve.batch import Row, RunningBatch
 from pf2lora.serve.models import served_models
+from pf2lora.serve.prompts import Prompts
 from pf2lora.serve.sampling import Sampler, choose
 from pf2lora.serve.text import GrowingText
-from pf2lora.serve.writing import Prompts, TextJob, Writer, positions
+from pf2lora.serve.writing import TextJob, Writer
 from pf2lora.tasks.generation.task import Generation
 
+WINDOW: dict[str, Any] = {  # of fewer tokens than the texts have
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 64,
+    "max_position_embeddings": 96,
+    "sliding_window": 4,
+}
+WINDOWED = {
+    "mistral": MistralConfig(**WINDOW),
+    "gemma2": Gemma2Config(**WINDOW, query_pre_attn_scalar=8),
+}
 PROMPTS = {"north": [5, 6, 7, 8], "south": [9], "west": [3, 1, 4, 1, 5, 9, 2, 6]}
 Adapters = dict[str, tuple[Tensor, Tensor]]
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "gpt2", "mistral", "gemma2"])
 def models(request: Any) -> tuple[TwoLevelModel, Adapters]:
-    """In float64, where only a mistake makes a difference."""
-    model = TwoLevelModel(causal(request.param), AdapterSpec(scaling=1.5, client_scaling=0.7))
-    torch.manual_seed(1)
+    """In float64, where only a mistake makes a difference; but Gemma's attention has a softmax in float32."""
+    dtype = torch.float32 if request.param == "gemma2" else torch.float64
+    if request.param in WINDOWED:
+        torch.manual_seed(0)
+        base = AutoModelForCausalLM.from_config(WINDOWED[request.param])
+        with torch.no_grad():
+            for parameter in base.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0, 0.3)
+        base.to(dtype)
+    else:
+        base = causal(request.param, dtype)
+    return adapted(base, dtype)
 
-    def random(size: int) -> Tensor:
-        return 0.1 * torch.randn(1, size, dtype=torch.float64)
 
-    sizes = model.common_layout.size, model.personal_layout.size
-    return model, {name: (random(sizes[0]), random(sizes[1])) for name in PROMPTS}
+def adapted(base: PreTrainedModel, dtype: torch.dtype) -> tuple[TwoLevelModel, Adapters]:
+    """The model with three clients' random adapters."""
+    model = TwoLevelModel(base, AdapterSpec(scaling=1.5, client_scaling=0.7))
+    random = torch.Generator().manual_seed(1)
+    layouts = model.common_layout, model.personal_layout
+
+    def pair() -> tuple[Tensor, Tensor]:
+        one, two = (0.1 * torch.randn(1, each.size, dtype=dtype, generator=random) for each in layouts)
+        return one, two
+
+    return model, {name: pair() for name in PROMPTS}
 
 
 def alone(model: TwoLevelModel, adapters: Adapters, name: str, count: int) -> list[int]:
@@ -85,6 +119,27 @@ def test_rows_that_come_and_go_write_what_each_writes_alone(models: tuple[TwoLev
     assert [len(tokens) for tokens in found.values()] == [8, 12, 9]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA device is needed")
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_on_an_accelerator_the_texts_are_the_same(kind: str) -> None:
+    """Adapters wait on the host, and those of the running rows come along."""
+    model, adapters = adapted(causal(kind, torch.float64), torch.float64)
+    wanted = {name: alone(model, adapters, name, 9) for name in PROMPTS}
+    model.model.to("cuda")  # type: ignore[arg-type]
+    batch = RunningBatch(model, adapters.__getitem__, padding=0)
+    rows = [Row(name, prompt, Sampler(0)) for name, prompt in PROMPTS.items()]
+    found: dict[str, list[int]] = {name: [] for name in PROMPTS}
+    batch.admit(rows[:2])
+    for joins in (False, False, True, False, False):
+        if joins:
+            batch.admit(rows[2:])
+        batch.step()
+        for row in batch.rows:
+            found[row.model].append(row.last)
+    for name, tokens in found.items():
+        assert tokens == wanted[name][1 : 1 + len(tokens)], name
+
+
 @pytest.fixture(scope="module")
 def loaded(generation_run: Path) -> LoadedRun:
     return load_run(generation_run, device="cpu")
@@ -107,8 +162,8 @@ def write(loaded: LoadedRun, asked: list[tuple[str, str]], count: int, **samplin
     """What is written for (model, prompt) pairs that wait together."""
     task = loaded.task
     assert isinstance(task, Generation)
-    writer = Writer(loaded.model, served_models(loaded), task, size=8, most_waiting=64)
-    prompts = Prompts(task, positions(loaded.model))
+    prompts = Prompts(task, loaded.model)
+    writer = Writer(loaded.model, served_models(loaded), prompts, size=8, most_waiting=64)
     texts = ["" for _ in asked]
 
     def tell(piece: Any) -> None:
@@ -121,7 +176,7 @@ def write(loaded: LoadedRun, asked: list[tuple[str, str]], count: int, **samplin
                 prompts.of_texts([prompt])[0],
                 Sampler(**sampling),
                 tell=tell,
-                text=prompts.growing((), chat=False),
+                text=prompts.growing(()),
                 most=count,
                 index=i,
             )
@@ -137,7 +192,7 @@ def write(loaded: LoadedRun, asked: list[tuple[str, str]], count: int, **samplin
 def test_a_mixed_batch_is_one_pass_for_all(
     sampling: dict[str, Any], loaded: LoadedRun, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pf2lora.serve.writing.end_tokens", lambda *_: frozenset())  # all are of one length
+    monkeypatch.setattr("pf2lora.serve.prompts.end_tokens", lambda *_: frozenset())  # all are of one length
     asked = [(name, food) for name in (*NAMES, "common", "base") for food in ("soup", "fish and chips")]
     together = write(loaded, asked, 9, **sampling)
     # 10 texts, 8 places: 8 read their prompts in one pass and write in 8 more, then 2 do.

@@ -7,6 +7,7 @@ import math
 from torch import nn
 from transformers import PreTrainedModel
 
+from pf2lora.adapters.quantised import QuantisedLinear
 from pf2lora.core.randomness import participants
 from pf2lora.methods import METHODS
 from pf2lora.run.workload import Workload
@@ -46,4 +47,5 @@ def training_operations(workload: Workload, method: str, seeds: int) -> float:
 def multiplied(model: PreTrainedModel) -> int:
     """The model's weights that every token is multiplied with: all but tables that it is looked up in."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return sum(p.numel() for p in model.parameters() if id(p) not in looked_up)
+    rounded = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantisedLinear))
+    return rounded + sum(p.numel() for p in model.parameters() if id(p) not in looked_up)

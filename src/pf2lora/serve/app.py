@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from pf2lora.serve.access import Access, Holder, is_loopback
 from pf2lora.serve.bodies import Body, ChatBody, CompletionBody, PredictBody, Sampled, parsed
 from pf2lora.serve.errors import ApiError, no_model, too_slow
+from pf2lora.serve.log import RequestLog
 from pf2lora.serve.replies import ChatReply, Reply
 from pf2lora.serve.service import Service, Texts
 
@@ -25,8 +26,8 @@ B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 
-def create_app(service: Service, access: Access) -> FastAPI:
-    """The application; its worker starts and ends with it."""
+def create_app(service: Service, access: Access, log: Callable[[str], None] | None = None) -> FastAPI:
+    """The application; its worker starts and ends with it. `log` is told a line for each request."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -38,6 +39,8 @@ def create_app(service: Service, access: Access) -> FastAPI:
     app = FastAPI(title="pf2lora", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service, app.state.access = service, access
     app.include_router(router)
+    if log is not None:
+        app.add_middleware(RequestLog, tell=log)
     app.add_exception_handler(ApiError, refused)
     app.add_exception_handler(HTTPException, refused)
     app.add_exception_handler(Exception, refused)
@@ -67,6 +70,7 @@ async def caller(request: Request) -> Holder:
     holder = access.holder(request.headers.get("authorization"))
     if holder is None:
         raise ApiError(401, "no valid token: send 'Authorization: Bearer TOKEN'", code="invalid_api_key")
+    request.state.holder = holder.name
     return holder
 
 
@@ -86,6 +90,7 @@ async def read(request: Request, kind: type[B], holder: Holder) -> B:
     body = parsed(kind, data)
     if body.model not in service.adapters or not holder.may_use(body.model):
         raise no_model(body.model)
+    request.state.model = body.model
     return body
 
 
@@ -154,14 +159,14 @@ def described(service: Service, name: str) -> dict[str, Any]:
 @router.post("/v1/completions")
 async def completions(request: Request, holder: Caller) -> Response:
     body = await read(request, CompletionBody, holder)
-    texts = await request.app.state.service.completion(body)
+    texts = await request.app.state.service.completion(body, holder.name)
     return await written(request, body, texts, Reply(body.model, texts.jobs))
 
 
 @router.post("/v1/chat/completions")
 async def chat(request: Request, holder: Caller) -> Response:
     body = await read(request, ChatBody, holder)
-    texts = await request.app.state.service.chat(body)
+    texts = await request.app.state.service.chat(body, holder.name)
     return await written(request, body, texts, ChatReply(body.model, texts.jobs))
 
 
@@ -178,5 +183,5 @@ async def written(request: Request, body: Sampled, texts: Texts, reply: Reply) -
 @router.post("/v1/predict")
 async def predict(request: Request, holder: Caller) -> Response:
     body = await read(request, PredictBody, holder)
-    found = await unless_gone(request, request.app.state.service.predict(body))
+    found = await unless_gone(request, request.app.state.service.predict(body, holder.name))
     return JSONResponse({"object": "list", "model": body.model, "data": found})
