@@ -6,25 +6,29 @@ import datetime
 import json
 import ssl
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
-from little_world import command_line
+from little_world import FAST, command_line
 from peft import PeftModel
-from serving import serving
+from serving import complete, serving
+from tiny_tasks import FOODS, write_generation_task, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import pf2lora
 from pf2lora.errors import UserError
 from pf2lora.run.saved import load_run
 from pf2lora.serve.server import check_tls
-from pf2lora.serve.writing import Prompts
+from pf2lora.tasks.generation.conversations import Conversation, Message
 from pf2lora.tasks.generation.task import Generation
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role != ('user', 'assistant')[loop.index0 % 2] %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -57,38 +61,58 @@ def test_plain_peft_writes_what_is_served(
             assert found.choices[0].text == text.lstrip()
 
 
-@pytest.fixture
-def templated(generation_run: Path) -> Prompts:
-    task = load_run(generation_run, device="cpu").task
+@pytest.fixture(scope="module")
+def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of conversations, with a template of its tokenizer's own that wants turns to alternate."""
+    root = tmp_path_factory.mktemp("chats")
+    model, _ = write_generation_task(root, ["unused"])
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    files = []
+    for name in ("north", "south"):
+        turns = [
+            [{"role": "user", "content": food}, {"role": "assistant", "content": f"{food} {name}"}]
+            for food in FOODS
+        ]
+        files.append(write_rows(root / "chats" / f"{name}.jsonl", [{"messages": turn} for turn in turns]))
+    settings: dict[str, Any] = FAST | {"max_length": 96, "max_new_tokens": 0, "client_lr": 3.0, "lr": 0.03}
+    clients = [str(file) for file in files]
+    pf2lora.federate(model=str(model), clients=clients, task="generation", out=root / "run", **settings)
+    return root / "run"
+
+
+def test_a_run_of_conversations_answers_as_it_was_trained(chat_run: Path) -> None:
+    loaded = load_run(chat_run, device="cpu")
+    task = loaded.task
     assert isinstance(task, Generation)
-    task.tokenizer.chat_template = TEMPLATE
-    return Prompts(task, longest=128)
+    task.settings = replace(task.settings, beams=1, no_repeat_ngram=0, max_new_tokens=9)
+    said = ("system", "be brief"), ("user", "soup?"), ("assistant", "yes"), ("user", "hot?")
+    asked = Conversation(tuple(Message(*turn) for turn in said))
+    with serving(chat_run) as served:
+        chat: Any = served.client().chat.completions
 
+        def answer(client: str, *turns: tuple[str, str]) -> str:
+            messages = [{"role": role, "content": content} for role, content in turns]
+            found = chat.create(model=client, messages=messages, temperature=0, max_tokens=9)
+            return str(found.choices[0].message.content)
 
-def test_a_chat_goes_through_the_tokenizers_template(templated: Prompts) -> None:
-    turns = [
-        {"role": "user", "content": "soup?"},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "hot"},
-    ]
-    found = templated.tokenizer.decode(templated.of_chat(turns))
-    assert found == "<user>soup?<assistant>yes<user>hot<assistant>", "and no separator of the run's"
-    growing = templated.growing((), chat=True)
-    assert growing.add(templated.tokenizer(" x")["input_ids"][0]) == " ", "its blanks are its own"
-
-
-def test_what_a_template_refuses_is_a_bad_request(templated: Prompts, generation_run: Path) -> None:
-    with pytest.raises(Exception, match="chat template refuses these messages: no system message") as error:
-        templated.of_chat([{"role": "system", "content": "be brief"}])
-    assert error.value.status == 400  # type: ignore[attr-defined]
-    with serving(generation_run) as served:
+        for client in ("north", "south"):
+            wanted = task.generate(loaded.model, *loaded.client(client), [[asked]])[0][0]
+            assert answer(client, *said).strip() == wanted
+            assert answer(client, ("user", "soup?")) == complete(served, client, "soup?")
+        for bad, words in (
+            ([("user", "a"), ("user", "b")], "must alternate"),
+            ([("user", "a"), ("assistant", "b")], "one that the assistant can answer"),
+            ([("user", " ")], "one that the assistant can answer"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words) as error:
+                answer("north", *bad)
+            assert error.value.param == "messages"
         assert served.service.prompts is not None
-        served.service.prompts.tokenizer.chat_template = TEMPLATE
-        served.service.prompts.has_template = True
-        chat = served.client().chat.completions
-        with pytest.raises(openai.BadRequestError, match="no system message"):
-            chat.create(model="north", messages=[{"role": "developer", "content": "be brief"}])
-        assert chat.create(model="north", messages=[{"role": "user", "content": "hi"}], max_tokens=3).usage
+        prompt = served.service.prompts.of_chat(asked.messages)
+    text = "<user>be brief\n\nsoup?<assistant>yes<user>hot?<assistant>"
+    assert task.tokenizer.decode(prompt) == text, "the template knows no system, and there is no separator"
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:

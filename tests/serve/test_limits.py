@@ -11,6 +11,10 @@ import openai
 import pytest
 from serving import complete, serving, standing_still
 
+from pf2lora.serve.answering import RowsJob
+from pf2lora.serve.errors import ApiError
+from pf2lora.serve.worker import Worker
+
 
 def test_whoever_comes_when_the_line_is_full_is_told_to_come_back(generation_run: Path) -> None:
     with (
@@ -87,3 +91,22 @@ def test_the_end_waits_for_a_text_and_tells_those_who_wait(generation_run: Path)
             assert slow.wait(10)
             assert worker.alive
     assert text.result(20) and not worker.alive
+
+
+def test_nobody_fills_the_line_or_the_passes_alone() -> None:
+    class Idle(Worker[RowsJob]):
+        def turn(self) -> None:
+            raise NotImplementedError
+
+    def jobs(owner: str, count: int) -> list[RowsJob]:
+        return [RowsJob("common", [], tell=lambda event: None, owner=owner) for _ in range(count)]
+
+    worker = Idle(most_waiting=6, most_of_one=4)
+    worker.submit(jobs("north", 4))
+    with pytest.raises(ApiError, match="too many requests"):
+        worker.submit(jobs("north", 1))
+    worker.submit(jobs("south", 2))
+    with pytest.raises(ApiError, match="too many requests"):
+        worker.submit(jobs("west", 1))
+    assert [job.owner for job in worker.take(3)] == ["north", "south", "north"]
+    assert [job.owner for job in worker.take(9)] == ["south", "north", "north"]

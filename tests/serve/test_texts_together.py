@@ -20,9 +20,10 @@ from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
 from pf2lora.run.saved import LoadedRun, load_run
 from pf2lora.serve.batch import Row, RunningBatch
 from pf2lora.serve.models import served_models
+from pf2lora.serve.prompts import Prompts
 from pf2lora.serve.sampling import Sampler, choose
 from pf2lora.serve.text import GrowingText
-from pf2lora.serve.writing import Prompts, TextJob, Writer, positions
+from pf2lora.serve.writing import TextJob, Writer
 from pf2lora.tasks.generation.task import Generation
 
 WINDOW: dict[str, Any] = {  # of fewer tokens than the texts have
@@ -161,8 +162,8 @@ def write(loaded: LoadedRun, asked: list[tuple[str, str]], count: int, **samplin
     """What is written for (model, prompt) pairs that wait together."""
     task = loaded.task
     assert isinstance(task, Generation)
-    writer = Writer(loaded.model, served_models(loaded), task, size=8, most_waiting=64)
-    prompts = Prompts(task, positions(loaded.model))
+    prompts = Prompts(task, loaded.model)
+    writer = Writer(loaded.model, served_models(loaded), prompts, size=8, most_waiting=64)
     texts = ["" for _ in asked]
 
     def tell(piece: Any) -> None:
@@ -175,7 +176,7 @@ def write(loaded: LoadedRun, asked: list[tuple[str, str]], count: int, **samplin
                 prompts.of_texts([prompt])[0],
                 Sampler(**sampling),
                 tell=tell,
-                text=prompts.growing((), chat=False),
+                text=prompts.growing(()),
                 most=count,
                 index=i,
             )
@@ -191,7 +192,7 @@ def write(loaded: LoadedRun, asked: list[tuple[str, str]], count: int, **samplin
 def test_a_mixed_batch_is_one_pass_for_all(
     sampling: dict[str, Any], loaded: LoadedRun, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pf2lora.serve.writing.end_tokens", lambda *_: frozenset())  # all are of one length
+    monkeypatch.setattr("pf2lora.serve.prompts.end_tokens", lambda *_: frozenset())  # all are of one length
     asked = [(name, food) for name in (*NAMES, "common", "base") for food in ("soup", "fish and chips")]
     together = write(loaded, asked, 9, **sampling)
     # 10 texts, 8 places: 8 read their prompts in one pass and write in 8 more, then 2 do.

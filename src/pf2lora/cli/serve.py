@@ -76,7 +76,9 @@ def serve(
     access = Access()
     if token_file is not None:
         access = read_token_file(token_file)
-    elif tokens is None and (token := os.environ.get(TOKEN)):
+    elif tokens is not None:
+        read_tokens(tokens)  # what is wrong with it is said before anything is loaded
+    elif token := os.environ.get(TOKEN):
         access = one_token(token, f"${TOKEN}")
     from pf2lora.serve.server import address_of, check_tls, listen, make_server
 
@@ -87,7 +89,8 @@ def serve(
     from pf2lora.serve.app import create_app
     from pf2lora.serve.service import Limits, Service
 
-    limits = Limits(batch, queue, max_body * 1024, length=max_length, seconds=timeout)
+    share = None if tokens is None else (queue + 1) // 2  # nobody can fill the line alone
+    limits = Limits(batch, queue, share, max_body * 1024, length=max_length, seconds=timeout)
     service = Service(loaded, limits)
     if tokens is not None:
         access = read_tokens(tokens, list(service.adapters))
@@ -106,11 +109,14 @@ def serve(
 def introduced(service: Service) -> list[str]:
     """What is served, and what a caller might not expect."""
     lines = [f"models: {listed(service.adapters)}"]
+    elsewhere = [name for name in service.loaded.saved.clients if name not in service.adapters]
+    if elsewhere:
+        lines.append(f"not served, as their adapters are not in this folder: {listed(elsewhere)}")
     if service.prompts is None:
         return [*lines, f"a run of {service.loaded.task.name}: POST /v1/predict"]
     lines.append(f"prompt and answer have at most {service.prompts.longest} tokens")
-    if not service.prompts.has_template:
+    if not service.prompts.of_conversations:
         lines.append(
-            "the tokenizer has no chat template: a chat's messages are the prompt, as the run's rows are"
+            "a run of prompts: a chat's messages are taken as one (a run of conversations has a template)"
         )
-    return lines
+    return [*lines, *service.loaded.task.notes]

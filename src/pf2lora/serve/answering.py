@@ -23,6 +23,7 @@ class RowsJob:
     model: str
     rows: list[Any]
     tell: Callable[[Any], None] = field(kw_only=True)
+    owner: str = ""
     cancelled: bool = False
 
 
@@ -30,9 +31,14 @@ class Answerer(Worker[RowsJob]):
     """Answers the rows of all jobs that wait, at most `size` jobs, in the stacked passes of an evaluation."""
 
     def __init__(
-        self, loaded: LoadedRun, adapters: Mapping[str, tuple[Tensor, Tensor]], size: int, most_waiting: int
+        self,
+        loaded: LoadedRun,
+        adapters: Mapping[str, tuple[Tensor, Tensor]],
+        size: int,
+        most_waiting: int,
+        most_of_one: int | None = None,
     ) -> None:
-        super().__init__(most_waiting)
+        super().__init__(most_waiting, most_of_one)
         self.loaded, self.adapters, self.size = loaded, adapters, size
 
     def turn(self) -> None:

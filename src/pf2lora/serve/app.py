@@ -159,14 +159,14 @@ def described(service: Service, name: str) -> dict[str, Any]:
 @router.post("/v1/completions")
 async def completions(request: Request, holder: Caller) -> Response:
     body = await read(request, CompletionBody, holder)
-    texts = await request.app.state.service.completion(body)
+    texts = await request.app.state.service.completion(body, holder.name)
     return await written(request, body, texts, Reply(body.model, texts.jobs))
 
 
 @router.post("/v1/chat/completions")
 async def chat(request: Request, holder: Caller) -> Response:
     body = await read(request, ChatBody, holder)
-    texts = await request.app.state.service.chat(body)
+    texts = await request.app.state.service.chat(body, holder.name)
     return await written(request, body, texts, ChatReply(body.model, texts.jobs))
 
 
@@ -183,5 +183,5 @@ async def written(request: Request, body: Sampled, texts: Texts, reply: Reply) -
 @router.post("/v1/predict")
 async def predict(request: Request, holder: Caller) -> Response:
     body = await read(request, PredictBody, holder)
-    found = await unless_gone(request, request.app.state.service.predict(body))
+    found = await unless_gone(request, request.app.state.service.predict(body, holder.name))
     return JSONResponse({"object": "list", "model": body.model, "data": found})

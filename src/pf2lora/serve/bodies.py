@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pf2lora.errors import shown
 from pf2lora.parsing import LARGEST_INTEGER, BadJSON, parse_json, refuse
 from pf2lora.serve.errors import bad_request
+from pf2lora.tasks.generation.conversations import ROLES, Message
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # by OpenAI's names; with a value that changes nothing it is fine
     "n": (1,),
@@ -97,21 +98,21 @@ class TextPart(BaseModel):
     text: str
 
 
-class Message(BaseModel):
+class MessageBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str = ""
 
-    def plain(self) -> dict[str, str]:
-        """As chat templates take it; `developer` is OpenAI's newer word for `system`."""
+    def plain(self) -> Message:
+        """As the turn of a conversation; `developer` is OpenAI's newer word for `system`."""
         text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return Message(ROLES[self.role], text)
 
 
 class ChatBody(Sampled):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
 
     @property

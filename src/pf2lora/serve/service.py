@@ -13,8 +13,9 @@ from pf2lora.serve.answering import Answerer, RowsJob, rows_of
 from pf2lora.serve.bodies import ChatBody, CompletionBody, PredictBody, Sampled
 from pf2lora.serve.errors import ApiError, bad_request, too_slow
 from pf2lora.serve.models import served_models
+from pf2lora.serve.prompts import Prompts
 from pf2lora.serve.sampling import Sampler
-from pf2lora.serve.writing import Piece, Prompts, TextJob, Writer, positions
+from pf2lora.serve.writing import Piece, TextJob, Writer
 from pf2lora.tasks.generation.task import Generation
 
 
@@ -24,6 +25,7 @@ class Limits:
 
     batch: int = 16  # texts in one pass; of other tasks, requests
     queue: int = 64  # that wait behind them
+    share: int | None = None  # of these, how many may be of one holder of a token; None: all
     body: int = 2**20  # bytes
     rows: int = 256  # of a request to /v1/predict
     length: int | None = None  # tokens of prompt and answer; None: the model's
@@ -37,23 +39,23 @@ class Service:
         self.loaded, self.limits = loaded, limits
         self.adapters = served_models(loaded)
         self.created = int((loaded.where / "state" / "run.json").stat().st_mtime)
+        waiting = limits.batch, limits.queue, limits.share
         self.worker: Writer | Answerer
         self.prompts: Prompts | None = None
         if isinstance(loaded.task, Generation):
-            longest = limits.length or positions(loaded.model)
-            self.prompts = Prompts(loaded.task, longest)
-            self.worker = Writer(loaded.model, self.adapters, loaded.task, limits.batch, limits.queue)
+            self.prompts = Prompts(loaded.task, loaded.model, limits.length)
+            self.worker = Writer(loaded.model, self.adapters, self.prompts, *waiting)
         else:
-            self.worker = Answerer(loaded, self.adapters, limits.batch, limits.queue)
+            self.worker = Answerer(loaded, self.adapters, *waiting)
 
-    async def completion(self, body: CompletionBody) -> Texts:
+    async def completion(self, body: CompletionBody, owner: str) -> Texts:
         prompts = await asyncio.to_thread(self.writing().of_texts, body.prompts)
-        return self.texts(body, prompts, "prompt")
+        return self.texts(body, prompts, "prompt", owner)
 
-    async def chat(self, body: ChatBody) -> Texts:
+    async def chat(self, body: ChatBody, owner: str) -> Texts:
         messages = [message.plain() for message in body.messages]
         prompt = await asyncio.to_thread(self.writing().of_chat, messages)
-        return self.texts(body, [prompt], "messages")
+        return self.texts(body, [prompt], "messages", owner)
 
     def writing(self) -> Prompts:
         if self.prompts is None:
@@ -61,19 +63,19 @@ class Service:
             raise bad_request(f"this is a run of {task}, which writes no texts: POST /v1/predict asks it")
         return self.prompts
 
-    def texts(self, body: Sampled, prompts: Sequence[list[int]], param: str) -> Texts:
+    def texts(self, body: Sampled, prompts: Sequence[list[int]], param: str, owner: str) -> Texts:
         """Put the texts of a request into the line."""
         mail, make = Mailbox(), self.writing()
-        chat = isinstance(body, ChatBody)
         jobs = [
             TextJob(
                 body.model,
                 prompt,
                 Sampler(body.temperature, body.top_p, None if body.seed is None else body.seed + i),
                 tell=mail.tell,
-                text=make.growing(body.stops, chat=chat),
+                text=make.growing(body.stops),
                 most=make.room(prompt, body.most_tokens, param),
                 index=i,
+                owner=owner,
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -81,7 +83,7 @@ class Service:
         self.worker.submit(jobs)
         return Texts(jobs, mail, self.limits.seconds)
 
-    async def predict(self, body: PredictBody) -> list[dict[str, Any]]:
+    async def predict(self, body: PredictBody, owner: str) -> list[dict[str, Any]]:
         if not isinstance(self.worker, Answerer):
             raise bad_request("this is a run of generation: POST /v1/completions or /v1/chat/completions")
         if len(body.inputs) > self.limits.rows:
@@ -89,7 +91,7 @@ class Service:
                 f"{len(body.inputs)} inputs, and a request may have {self.limits.rows}", "inputs"
             )
         mail = Mailbox()
-        job = RowsJob(body.model, rows_of(self.loaded, body.inputs), tell=mail.tell)
+        job = RowsJob(body.model, rows_of(self.loaded, body.inputs), tell=mail.tell, owner=owner)
         self.worker.submit([job])
         try:
             found: list[dict[str, Any]] = await mail.next(time.monotonic() + self.limits.seconds)

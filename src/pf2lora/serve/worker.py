@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ class Job(Protocol):
     """Something asked of a model."""
 
     model: str
+    owner: str  # who asks
     cancelled: bool
 
     def tell(self, event: Any, /) -> None:
@@ -29,13 +30,13 @@ J = TypeVar("J", bound=Job)
 
 
 class Worker(ABC, Generic[J]):
-    """A line of jobs of at most `most_waiting`, and the thread that takes from it. A turn that fails ends the jobs that
-    were in it, and nobody else's."""
+    """A line of jobs of at most `most_waiting`, of one owner `most_of_one`, and the thread that takes from it: whoever
+    has the fewest running comes first. A turn that fails ends the jobs that were in it, and nobody else's."""
 
-    def __init__(self, most_waiting: int) -> None:
-        self.most_waiting = most_waiting
+    def __init__(self, most_waiting: int, most_of_one: int | None = None) -> None:
+        self.most_waiting, self.most_of_one = most_waiting, most_of_one or most_waiting
         self.running: list[J] = []
-        self._waiting: deque[J] = deque()
+        self._waiting: list[J] = []
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="pf2lora-serve", daemon=True)
@@ -56,11 +57,11 @@ class Worker(ABC, Generic[J]):
         with self._changed:
             if self._closed:
                 raise closing()
-            if len(self._waiting) + len(jobs) > self.most_waiting:
-                self._waiting = deque(job for job in self._waiting if not job.cancelled)
-                if len(self._waiting) + len(jobs) > self.most_waiting:
-                    raise busy()
-            self._waiting.extend(jobs)
+            self._waiting = [job for job in self._waiting if not job.cancelled]
+            same = sum(job.owner == jobs[0].owner for job in self._waiting)
+            if len(self._waiting) + len(jobs) > self.most_waiting or same + len(jobs) > self.most_of_one:
+                raise busy()
+            self._waiting += jobs
             self._changed.notify()
 
     def close(self, wait: float = 10) -> None:
@@ -72,13 +73,16 @@ class Worker(ABC, Generic[J]):
             self._thread.join(wait)
 
     def take(self, most: int) -> list[J]:
-        """The first of those who wait; they are running from now on."""
+        """Some of those who wait, in turn of their owners; they are running from now on."""
+        running = Counter(job.owner for job in self.running)
         taken: list[J] = []
         with self._changed:
+            self._waiting = [job for job in self._waiting if not job.cancelled]
             while self._waiting and len(taken) < most:
-                job = self._waiting.popleft()
-                if not job.cancelled:
-                    taken.append(job)
+                job = min(self._waiting, key=lambda job: running[job.owner])  # the first of those
+                self._waiting.remove(job)
+                running[job.owner] += 1
+                taken.append(job)
         self.running = [*self.running, *taken]
         return taken
 
