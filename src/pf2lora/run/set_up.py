@@ -69,8 +69,7 @@ def set_up(
     try:
         if compiled and compiles(workload, name, len(seeds)):
             model.compile()
-        if config.model.checkpointing == "on":
-            model.repeat_layers()
+        model.repeat_layers(config.model.checkpointing == "on")
         names = ["pooled"] if kind.pooled else workload.names
         position, clients = place or (0, len(names))
         positions = tuple(range(position, position + len(names))) * len(seeds)
@@ -168,7 +167,7 @@ def schedule_of(config: Config, *seeds: int) -> Schedule:
     t = config.training
     most = 0 if t.strict else t.max_bad_clients
     return Schedule(
-        *(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seeds, most),
+        *(t.rounds, t.steps, t.participation, t.weighting, t.most_per_pass, seeds, most),
         rates=RateSchedule(t.schedule, t.warmup),
     )
 
