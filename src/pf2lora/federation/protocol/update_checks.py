@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pf2lora.errors import UserError
-from pf2lora.federation.protocol.messages import to_flat
+from pf2lora.federation.protocol.wire import fitted
 
 if TYPE_CHECKING:
-    from pf2lora.federation.protocol.server import ServerSession
+    from pf2lora.federation.protocol.serving import Serving
 
 FEWEST = 3  # updates: of two, nobody can say which is the odd one
 AGREE, AGAINST = 0.5, -0.5  # cosines: from here on others agree; up to here one goes against them
@@ -91,23 +91,21 @@ def direction(cosines: Tensor, k: int, others: list[int]) -> float:
     return float(cosines[k, others].sum()) / length if length else 0.0
 
 
-def starts(session: ServerSession, sites: Iterable[str]) -> dict[str, Tensor]:
+def starts(session: Serving, sites: Iterable[str]) -> dict[str, Tensor]:
     """What each of the sites began the server's next round with, as it lays out what it sends; nan where the server
     does not know it. Sites that were served the same share it."""
-    leaves = session.known_method.leaves(session.done + 1)
-    last = session.known_method.arrives(max(1, session.done))
-    alike = session.common is None or (session.common.dim() == 1 and not any(session.ranks.values()))
-    found: dict[str, Tensor] = {}
+    leaves, found, shared = session.known_method.leaves(session.done + 1), dict[str, Tensor](), None
     for site in sites:
-        if alike and found:
-            found[site] = next(iter(found.values()))
+        if shared is not None and not session.apart(site):
+            found[site] = shared
             continue
         served = session.common_for(site)
-        had, found[site] = to_flat(last, served), torch.full((leaves.size,), torch.nan)
+        found[site] = torch.full((leaves.size,), torch.nan)
         for entry in leaves.entries:
             if entry.name in served:
-                to, at = leaves.offsets[entry.name], last.offsets[entry.name]
-                found[site][to : to + entry.size] = had[at : at + entry.size]
+                at, like = leaves.offsets[entry.name], torch.empty(entry.shape)
+                found[site][at : at + entry.size] = fitted(served[entry.name], like).flatten()
+        shared = shared if session.apart(site) else found[site]
     return found
 
 
