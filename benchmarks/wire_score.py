@@ -1,6 +1,6 @@
 """What fewer bits on a federation's wire do to the score: float32, bfloat16 and int8, with the same seeds.
 
-    python benchmarks/wire_score.py [--method homlora] [--lr 0.001] [--seeds 3]
+    python benchmarks/wire_score.py [--method homlora] [--lr 0.0001] [--seeds 3]
 
 Sites and server in one process, without FLARE, on the small world of `small_texts.py` (CPU). For each wire: the served
 accuracy and loss at the end, the mean over sites and seeds; how far x is from float32's, as a part of what x learned;
@@ -86,18 +86,25 @@ def run(root: Path, wire: str, args: argparse.Namespace, seed: int) -> tuple[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--method", default="pf2lora")
-    parser.add_argument("--lr", type=float, default=0.003)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--lr", type=float, default=0.03)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--sites", type=int, default=8)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    print(f"{args.method}, lr {args.lr:g}, {args.sites} sites, {args.rounds} rounds of {args.steps} steps, ", end="")
+    print(
+        f"{args.method}, lr {args.lr:g}, {args.sites} sites, {args.rounds} rounds of {args.steps} steps, ",
+        end="",
+    )
     print(f"{args.seeds} seeds")
-    print("| wire | accuracy | loss | distance of x | bytes up | bytes down |\n| --- | --- | --- | --- | --- | --- |")
+    print(
+        "| wire | accuracy | loss | distance of x | bytes up | bytes down |\n| --- | --- | --- | --- | --- | --- |"
+    )
     exact: dict[int, Tensor] = {}
     for wire in WIRES:
         figures, apart = [], []

@@ -19,7 +19,7 @@ from pf2lora.core.method import State
 from pf2lora.engines.local import train
 from pf2lora.federation.protocol.allow_list import AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
-from pf2lora.federation.protocol.masked import ask
+from pf2lora.federation.protocol.masked import Take, ask
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, to_toml
 from pf2lora.federation.protocol.records import RoundRecord
@@ -170,6 +170,11 @@ class Small:
             answers[site] = self.tamper(site, answer)
         return answers
 
+    def exchange(
+        self, step: str, requests: Mapping[str, bytes], /, *, take: Take = lambda site, data: data
+    ) -> dict[str, object]:
+        return {site: take(site, data) for site, data in self.ask(dict(requests)).items()}
+
     def greet(self) -> None:
         for site, answer in self.ask(dict.fromkeys(self.files, self.coordinator.hello())).items():
             self.coordinator.register(site, answer)
@@ -178,7 +183,7 @@ class Small:
         """One round; `present` are those who answer."""
         there = list(self.files) if present is None else present
         measured = evaluation_rounds(self.plan.run.training)
-        answers, summed = ask(self.coordinator, there, measured, lambda step, data: self.ask(dict(data)))
+        answers, summed = ask(self.coordinator, there, measured, self.exchange)
         missing = [s for s in self.coordinator.chosen(self.coordinator.done + 1) if s not in answers]
         return self.coordinator.finish_round(answers, 0.0, missing, summed)
 

@@ -127,6 +127,9 @@ class Method(ABC):
     pooled: ClassVar[bool] = False  # one learner on everybody's data
     not_private: ClassVar[str] = ""  # why noise on the mean of what clients send would not protect them
     federated: ClassVar[bool] = True  # exchanges anything at all
+    merges_average: ClassVar[bool] = (
+        False  # a `merge` of its own looks at nothing but `average` and who took part
+    )
     adapts_before_use: ClassVar[bool] = (
         False  # `personal` does something: clients do not use x and y as they are
     )
@@ -246,6 +249,12 @@ class Method(ABC):
         """The server: its answer, `(n,)` or one for each of the federation's clients `(clients, n)`, and what it keeps
         from now on."""
         return self.average(sent.numbers, sent.weights), server
+
+    @property
+    def averages(self) -> bool:
+        """Whether the weighted mean of what clients sent, and who they are, is all that the server needs."""
+        kind = type(self)
+        return kind.average is Method.average and (kind.merge is Method.merge or kind.merges_average)
 
     def with_answer(self, x: Tensor, answer: Tensor, number: int) -> Tensor:
         """`x (M, P)` with the server's answer to round `number` in it: `(n,)`, or one for each client `(M, n)`."""

@@ -36,6 +36,7 @@ class RoLoRA(Partly):
     summary: ClassVar[str] = "rounds alternate between B and A: trained, sent and averaged"
     sent_part: ClassVar[str] = "B or A, and the head"
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "moving"})
+    merges_average: ClassVar[bool] = True
 
     def moves(self, number: int) -> Kind:
         """The factor that round `number` trains."""

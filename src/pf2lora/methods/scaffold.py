@@ -43,6 +43,7 @@ class Scaffold(Method):
     sent_part: ClassVar[str] = "x and control variates"
     not_private: ClassVar[str] = "its clients send control variates beside x"
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "clients"})
+    merges_average: ClassVar[bool] = True
 
     def leaves(self, number: int) -> Layout:
         """x and, of each of its entries, a control variate: c_k's change up, c down."""

@@ -7,28 +7,27 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from pf2lora import atomic
 from pf2lora.core.method import Updates, tensors_of
 from pf2lora.engines.bad_clients import check_enough
 from pf2lora.engines.local import merge_weights
 from pf2lora.federation.protocol import private, robust, server_checkpoint
+from pf2lora.federation.protocol.answers import Answers
 from pf2lora.federation.protocol.checkpoints import restored, writing
 from pf2lora.federation.protocol.masked import Summed, lost_sum, merge_sum
-from pf2lora.federation.protocol.messages import Malformed, Message, rank_of
+from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.problems import OF_A_ROUND, told
+from pf2lora.federation.protocol.problems import OF_A_ROUND
 from pf2lora.federation.protocol.records import RoundRecord
 from pf2lora.federation.protocol.run_status import FINAL, read_final
 from pf2lora.federation.protocol.server_checkpoint import Knowledge
-from pf2lora.federation.protocol.serving import Serving
 from pf2lora.federation.protocol.stopping import QuorumMissed, out_of_patience
 from pf2lora.federation.protocol.update_checks import bounded, odd_updates, starts
 from pf2lora.run import privacy
 
 
-class ServerSession(Serving):
+class ServerSession(Answers):
     """Rounds of a plan, from the last finished one on. `folder` is the run's folder on the server."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
@@ -54,19 +53,17 @@ class ServerSession(Serving):
         """Check the updates, merge the usable ones, save. The record says who was left out and why. Of a masked round
         the server has their sum alone."""
         number = self.done + 1
-        read, refused = self.read(answers, number)
-        problems = {s: m.fields["code"] for s, m in read.items() if m.kind == "problem"}
+        read = self.read(answers)
+        refused = {site: answer.why for site, answer in read.items() if answer.why}
+        messages = {site: answer.message for site, answer in read.items() if answer.message is not None}
+        problems = {s: m.fields["code"] for s, m in messages.items() if m.kind == "problem"}
         stopped = [site for site, code in problems.items() if code not in OF_A_ROUND]
-        updates = {site: m for site, m in read.items() if m.kind == "update"}
-        leaves = self.known_method.leaves(number)
-        vectors = dict[str, Tensor]()
-        if summed is None:
-            vectors, infinite = self.rows(updates)
-            refused |= infinite
-            if self.privacy is None:  # where updates get noise, who is left out may not depend on the others'
-                refused |= odd_updates(vectors, starts(self, vectors), self.plan.norm_limit)
-        else:
+        updates = [site for site, m in messages.items() if m.kind == "update"]
+        sent = [site for site in updates if site in self.rows]
+        if summed is not None:
             refused |= {site: "it is not in the masked sum" for site in updates if site not in summed.sites}
+        elif self.privacy is None:  # where updates get noise, who is left out may not depend on the others'
+            refused |= odd_updates(self.rows, starts(self, sent), self.plan.norm_limit)
         kept = [s for s in self.plan.sites if s in updates and s not in refused]
         asked = len(self.chosen(number))
         self.check_strict([s for s in refused if s not in stopped], refused, number)
@@ -78,9 +75,10 @@ class ServerSession(Serving):
         held = self.now_held()
         if summed is not None and summed.total is not None and kept:
             merge_sum(self, summed.total, len(kept))
-        elif vectors:
-            self.merge(kept, vectors, number)
-            self.ranks |= {s: rank_of(leaves, updates[s].tensors) for s in kept}
+        elif sent:
+            self.merge(kept, number)
+            self.ranks |= {site: read[site].rank for site in kept}
+        self.rows.clear()
         record: RoundRecord = {
             "round": number,
             "seconds": seconds,
@@ -89,8 +87,8 @@ class ServerSession(Serving):
             "refused": refused,
             "take_back": [site for site in refused if site not in problems],
             "stopped": stopped,
-            "bytes": {site: len(data) if isinstance(data, bytes) else 0 for site, data in answers.items()},
-            "scores": {site: m.fields for site, m in read.items() if site not in refused},
+            "bytes": {site: answer.size for site, answer in read.items()},
+            "scores": {site: m.fields for site, m in messages.items() if site not in refused},
         }
         self.held = held
         self.records.append(record)
@@ -106,70 +104,26 @@ class ServerSession(Serving):
             most = 0 if training.strict else training.max_bad_clients
             check_enough(reasons, [range(len(asked))], asked, number, most)
 
-    def read(self, answers: Mapping[str, object], number: int) -> tuple[dict[str, Message], dict[str, str]]:
-        """The answers to round `number`, and why sites are left out: a message that is not what it should be, or a
-        problem that the site itself tells."""
-        read: dict[str, Message] = {}
-        refused: dict[str, str] = {}
-        chosen = self.chosen(number)
-        for site, data in answers.items():
-            try:
-                read[site] = self.read_answer(data, "update" if site in chosen else "scores", number)
-            except Malformed as error:
-                refused[site] = str(error)
-                continue
-            if read[site].kind == "problem":
-                refused[site] = told(read[site].fields, self.plan)
-        return read, refused
-
-    def read_answer(self, data: object, kind: str, number: int) -> Message:
-        """A site's answer of `kind`, or its problem, for round `number`: as declared and finite, else `Malformed`."""
-        message = self.allow_list(self.known_method).check(data, (kind, "problem"))
-        if message.round != number:
-            raise Malformed(f"a {message.kind!r} of round {message.round} instead of round {number}")
-        if message.kind == "update" and bool(message.tensors) != self.known_method.federated:
-            has = "with" if message.tensors else "without"
-            raise Malformed(f"an update {has} the common adapter, in a run of {self.plan.method!r}")
-        for name, tensor in message.tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise Malformed(f"the tensor {name!r} has values that are not finite")
-        return message
-
-    def rows(self, updates: Mapping[str, Message]) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What each site sent, and why some of it is left out."""
-        found, refused = dict[str, Tensor](), dict[str, str]()
-        for site, message in updates.items():
-            try:
-                if message.tensors:
-                    found[site] = self.sent_by(site, message)
-            except Malformed as error:
-                refused[site] = str(error)
-        return found, refused
-
-    def sent_by(self, site: str, message: Message) -> Tensor:
-        """What a site sent `(n,)`, whatever it travelled as. `Malformed` where that is not finite."""
-        row = self.wire.updated(self.known_method, message.round, message.tensors, self.common_for(site))
-        if not bool(torch.isfinite(row).all()):
-            raise Malformed("its change makes values that are not finite")
-        return row
-
-    def merge(self, sites: list[str], vectors: Mapping[str, Tensor], number: int) -> None:
+    def merge(self, sites: list[str], number: int) -> None:
         """The method's answer to what these sites sent at the end of round `number`."""
-        rows = torch.stack([vectors[s] for s in sites])
+        method, rows = self.known_method, self.rows
         if self.privacy is not None:
             expected, seed = len(self.chosen(number)), self.config.training.seed
-            sent = private.noisy(self.privacy, self.known_method, self.common, rows, expected, seed, number)
-            self.common, self.kept = self.known_method.merge(sent, self.kept)
-            return
-        if self.plan.merge != "mean":
-            sent = private.one_row(robust.merged(rows, self.plan.merge), number)
-            self.common, self.kept = self.known_method.merge(sent, self.kept)
-            return
-        sizes = bounded({s: self.sites[s]["train_rows"] for s in sites})
-        weights = merge_weights([sizes[s] for s in sites], self.config.training.weighting)
-        positions = tuple(self.plan.sites.index(s) for s in sites)
-        sent = Updates(rows, weights, positions, number)
-        self.common, self.kept = self.known_method.merge(sent, self.kept)
+            total = private.cut_sum(self.privacy, rows, sites)
+            sent = private.noisy(self.privacy, method, self.common, total, expected, seed, number)
+        elif self.plan.merge != "mean":
+            middle = rows.merged(sites, lambda block: robust.merged(block, self.plan.merge))
+            sent = private.one_row(middle, number)
+        else:
+            sizes = bounded({s: self.sites[s]["train_rows"] for s in sites})
+            weights = merge_weights([sizes[s] for s in sites], self.config.training.weighting)
+            sent = Updates(torch.empty(0), weights, tuple(self.plan.sites.index(s) for s in sites), number)
+            if method.averages:
+                mean = rows.merged(sites, lambda block: method.average(block, weights))
+                sent = sent._replace(numbers=mean.unsqueeze(0), weights=torch.ones_like(weights[:1]))
+            else:
+                sent = sent._replace(numbers=rows.part(sites))
+        self.common, self.kept = method.merge(sent, self.kept)
 
     def finish(self, answers: Mapping[str, object]) -> None:
         """The last scores, and the end."""

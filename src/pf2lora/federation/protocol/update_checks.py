@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pf2lora.errors import UserError
+from pf2lora.federation.protocol.rows import Rows
 from pf2lora.federation.protocol.wire import fitted
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 FEWEST = 3  # updates: of two, nobody can say which is the odd one
 AGREE, AGAINST = 0.5, -0.5  # cosines: from here on others agree; up to here one goes against them
 HEAVIEST = 10  # medians of the sites' rows, beyond which no site weighs more
-COLUMNS = 1 << 20  # numbers that are looked at together, which bounds memory
 
 
 @dataclass(frozen=True)
@@ -36,28 +36,30 @@ class Figures:
     cosines: Tensor
 
 
-def odd_updates(vectors: Mapping[str, Tensor], begun: Mapping[str, Tensor], times: float) -> dict[str, str]:
-    """Sites whose update is not taken, with the reason. `begun` is what each was served `(n,)`, nan where the server
-    does not know it."""
-    if len(vectors) < FEWEST:
+def odd_updates(rows: Rows, begun: Mapping[str, Tensor], times: float) -> dict[str, str]:
+    """Sites whose update is not taken, with the reason. `begun` is what each of them was served `(n,)`, nan where the
+    server does not know it."""
+    if len(begun) < FEWEST:
         return {}
-    figures = figures_of(list(vectors.values()), [begun[site] for site in vectors])
-    found = {site: odd_one(figures, k, times) for k, site in enumerate(vectors)}
+    figures = figures_of(rows, begun)
+    found = {site: odd_one(figures, k, times) for k, site in enumerate(begun)}
     return {site: why for site, why in found.items() if why}
 
 
-def figures_of(vectors: list[Tensor], begun: list[Tensor]) -> Figures:
+def figures_of(sent_rows: Rows, begun: Mapping[str, Tensor]) -> Figures:
     """The figures, in float64. Where a beginning is not known, the median of what was sent stands for it."""
-    count = len(vectors)
+    count = len(begun)
     sent, start = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     products = torch.zeros(count, count, dtype=torch.float64)
-    for at in range(0, len(vectors[0]), COLUMNS):
-        rows = torch.stack([v[at : at + COLUMNS].double() for v in vectors])
-        had = torch.stack([v[at : at + COLUMNS].double() for v in begun])
-        had = torch.where(had.isnan(), rows.median(0).values, had)
+    for columns, block in sent_rows.blocks(begun):
+        rows = block.double()
+        had = torch.stack([served[columns] for served in begun.values()]).double()
+        if bool(had.isnan().any()):
+            had = torch.where(had.isnan(), rows.median(0).values, had)
         sent += rows.square().sum(1)
         start += had.square().sum(1)
-        products += (rows - had) @ (rows - had).T
+        rows -= had
+        products += rows @ rows.T
     changes = products.diagonal().clamp_min(0).sqrt()
     cosines = products / (changes[:, None] * changes[None]).clamp_min(torch.finfo(torch.float64).tiny)
     return Figures(sent.sqrt(), start.sqrt(), changes, cosines)
