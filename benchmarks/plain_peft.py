@@ -138,7 +138,7 @@ class PlainLoop:
         self.seat(self.y_slots, client.y)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        inputs = {name: t for name, t in batch.items() if name != "prompt_length"}
+        inputs = {name: t for name, t in batch.items() if name != "target"}
         loss: Tensor = self.model(**({"labels": batch["input_ids"]} | inputs)).loss
         return loss
 

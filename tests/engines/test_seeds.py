@@ -16,6 +16,7 @@ from torch import Tensor
 from pf2lora.core.method import over_tensors
 from pf2lora.engines.batches import window_order
 from pf2lora.engines.local import Round, by_server, to_learners, train
+from pf2lora.engines.share import Share
 from pf2lora.methods import METHODS
 from pf2lora.methods.homlora import HomLoRA
 from pf2lora.run.config import from_settings
@@ -130,15 +131,18 @@ def test_the_servers_average_apart() -> None:
     method = HomLoRA(None)  # type: ignore[arg-type]
     sent = torch.tensor([[1.0], [3.0], [10.0], [20.0], [60.0]])
     sizes, federations = [1, 3, 9, 1, 1, 2], [[0, 1], [3, 4, 5]]
-    uniform = [*by_server(sent, federations, 3, sizes, "uniform", 7)]
+    uniform = [*by_server(sent, federations, Share.of_one(3), sizes, "uniform", 7)]
     assert [method.merge(own, ())[0].tolist() for own in uniform] == [[2.0], [30.0]]
     assert [(own.clients, own.round) for own in uniform] == [((0, 1), 7), ((0, 1, 2), 7)]
-    by_size = [method.merge(own, ())[0].item() for own in by_server(sent, federations, 3, sizes, "size", 7)]
+    by_size = [
+        method.merge(own, ())[0].item()
+        for own in by_server(sent, federations, Share.of_one(3), sizes, "size", 7)
+    ]
     assert by_size == pytest.approx([2.5, 37.5])
-    learners = to_learners(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 3)
+    learners = to_learners(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), Share.of_one(3))
     assert learners.tolist() == [[1.0, 2.0]] * 3 + [[3.0, 4.0]] * 3
     each = torch.arange(6.0).view(2, 3, 1)  # an answer for each client
-    assert to_learners(each, 3).tolist() == [[0.0], [1.0], [2.0], [3.0], [4.0], [5.0]]
+    assert to_learners(each, Share.of_one(3)).tolist() == [[0.0], [1.0], [2.0], [3.0], [4.0], [5.0]]
 
 
 def test_long_batches_meet_long_ones_of_every_seed() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from figures import figures, private_words
 from small_federation import SITES, make_plan, make_small, write_data, write_model, write_site_file
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
@@ -25,8 +27,9 @@ from pf2lora.federation.flare.exchange import body
 from pf2lora.federation.flare.executor import BODY, AllowListFilter, SiteExecutor
 from pf2lora.federation.flare.resumer import note
 from pf2lora.federation.protocol.messages import Malformed, decode, encode
+from pf2lora.federation.protocol.metrics import Participant, exposition
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.run_status import ALIVE, read_lines
+from pf2lora.federation.protocol.run_status import ALIVE, read_lines, read_status, run_folder
 from pf2lora.federation.protocol.run_status import SITES as REGISTERED
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.stopping import QuorumMissed
@@ -239,6 +242,27 @@ def test_a_site_answers_and_its_filter_lets_it_pass(kit: Path) -> None:
     reply["more"] = "text"
     with pytest.raises(Malformed, match="'more'"):
         AllowListFilter().process(reply, context)
+
+
+def test_a_site_writes_down_where_it_stands_for_itself(kit: Path) -> None:
+    executor, context = SiteExecutor(make_plan(sites=SITES[:1]).to_json()), context_of(SITES[0], kit)
+    sent = [len(ask(executor, context, HELLO)[BODY])]
+    request = encode({"kind": "train", "round": 1})
+    reply = ask(executor, context, request)
+    told = decode(reply[BODY]).fields
+    found = read_status(run_folder(kit.parent, "trial"))
+    assert found is not None and (found.state, found.round, found.rounds) == ("running", 1, 3)
+    assert found.loss == pytest.approx(told["loss"] / told["steps"]) and found.seconds
+    assert (found.received, found.sent) == (len(HELLO) + len(request), sent[0] + len(reply[BODY]))
+    text = exposition(Participant(kit.parent, SITES[0], False, 0.0))
+    assert figures(text)['pf2lora_training_loss{run="trial"}'] == found.loss
+    assert not private_words(text)
+    ask(executor, context, encode({"kind": "train", "round": 9}))  # of a later round than it has a state for
+    shutil.rmtree(kit.parent / "runs")
+    (kit.parent / "runs").touch()
+    assert decode(ask(executor, context, HELLO)[BODY]).kind == "hello", (
+        "where nothing can be noted, it goes on"
+    )
 
 
 def test_before_a_site_is_set_up_it_can_only_tell_a_problem(kit: Path) -> None:

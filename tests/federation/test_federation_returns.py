@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from figures import figures, private_words
 from small_federation import SITES, make_plan
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
@@ -18,6 +19,7 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 import psutil
 from flare_federation import flare
 
+from pf2lora.federation.protocol.metrics import Participant, exposition
 from pf2lora.federation.protocol.server import ServerSession
 
 pytestmark = pytest.mark.slow
@@ -78,10 +80,24 @@ def test_a_killed_join_leaves_nothing_behind(tmp_path: Path) -> None:
     with flare(tmp_path, plan) as run:
         run.start("server")
         start = [sys.executable, "-c", "from pf2lora.cli.federation import app; app()", "join"]
-        join = subprocess.Popen([*start, str(run.kits["site-1"])], stderr=subprocess.DEVNULL)
+        watched = ["--log", "json", "--metrics", str(tmp_path / "site.prom")]
+        with (tmp_path / "events").open("wb") as events:
+            join = subprocess.Popen(
+                [*start, str(run.kits["site-1"]), *watched], stdout=events, stderr=subprocess.DEVNULL
+            )
         run.wait(lambda: (run.kits["server"] / "registered" / "site-1").exists(), 90, "the site")
         run.submit()
         run.wait(lambda: run.round() >= 2, 120, "round 2")
+        run.wait(lambda: '"round": 2,' in (tmp_path / "events").read_text(), 30, "an event of round 2")
+        said = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+        assert [event["event"] for event in said[:2]] == ["joined", "run_state"]
+        assert all(event["loss"] > 0 for event in said if event["event"] == "round_ended")
+        run.wait(lambda: "pf2lora_round_seconds" in (tmp_path / "site.prom").read_text(), 40, "figures")
+        site = Participant(run.kits["site-1"], "site-1", False, 0.0)
+        for who in (site, Participant(run.kits["server"], "server", True, 0.0)):
+            assert figures(exposition(who))['pf2lora_received_bytes_total{run="trial"}'] > 1000
+            assert not private_words(exposition(who))
+        assert not private_words((tmp_path / "events").read_text())
         family = psutil.Process(join.pid).children(recursive=True)
         assert len(family) == 2  # the site and its job
         os.kill(join.pid, signal.SIGKILL)

@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
+from pf2lora.adapters.quantised import QuantisedLinear
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.core.randomness import keep_mask
+
+Projection = nn.Linear | Conv1D | QuantisedLinear
+"""The linear layers that can be adapted."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,7 @@ class Part:
 class Adapted(nn.Module):
     """A frozen linear layer plus the stacked adapters that `TwoLevelModel` binds for each pass."""
 
-    def __init__(
-        self, base: nn.Linear | Conv1D, parts: Sequence[Part], spec: AdapterSpec, number: int
-    ) -> None:
+    def __init__(self, base: Projection, parts: Sequence[Part], spec: AdapterSpec, number: int) -> None:
         super().__init__()
         self.base = base
         self.parts = tuple(parts)
@@ -43,6 +45,7 @@ class Adapted(nn.Module):
         self.shares_input_with: list[
             Adapted
         ] = []  # the layer that gets the same input next (a list: it is no submodule)
+        self.hands_over = True  # whether it computes what that layer needs of the input, too
         self.handed: tuple[Tensor, Tensor] | None = (
             None  # an input, and what the layer before made of it for us
         )
@@ -85,7 +88,7 @@ class Adapted(nn.Module):
         if self.key is not None and self.spec.dropout:
             mask = keep_mask(self.key, self.number, u.shape, self.spec.dropout)
             grouped = grouped * mask.view_as(grouped).to(u.dtype) / (1 - self.spec.dropout)
-        if not self.shares_input_with or self.shares_input_with[0].factors is None:
+        if not (self.shares_input_with and self.hands_over) or self.shares_input_with[0].factors is None:
             return grouped @ self.factors[0].mT
         both = grouped @ torch.cat([self.factors[0], self.shares_input_with[0].factors[0]], dim=1).mT
         self.shares_input_with[0].handed = u, both[..., rank:]
@@ -126,7 +129,27 @@ class ClientLinear(nn.Module):
         return out.view(*u.shape[:-1], out.shape[-1])
 
 
-def sizes(layer: nn.Module) -> tuple[int, int]:
+def aligned(block: Tensor, dim: int) -> Tensor:
+    """The rank filled up with zeros to a multiple of 8 on a CUDA device in 16 bits, whose fast products need that."""
+    missing = -block.shape[dim] % 8
+    if not missing or block.device.type != "cuda" or block.element_size() != 2:
+        return block
+    return pad(block, (0, missing) if dim == -1 else (0, 0, 0, missing))
+
+
+def sizes(layer: Projection) -> tuple[int, int]:
     """The input and output size of a linear layer; GPT-2's Conv1D keeps its weight transposed."""
-    rows, columns = layer.weight.shape  # type: ignore[misc]
-    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
+    if not isinstance(layer, Conv1D):
+        return layer.in_features, layer.out_features
+    rows, columns = layer.weight.shape
+    return rows, columns
+
+
+def is_transposed(layer: Projection) -> bool:
+    """Whether the checkpoint has its weight as `(in, out)`."""
+    return layer.transposed if isinstance(layer, QuantisedLinear) else isinstance(layer, Conv1D)
+
+
+def precision(layer: Projection) -> torch.dtype:
+    """What it computes in."""
+    return layer.dtype if isinstance(layer, QuantisedLinear) else layer.weight.dtype

@@ -6,8 +6,6 @@ as (M, b·T, n) and multiplies it with the stacked adapters.
 
 from __future__ import annotations
 
-import fnmatch
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -15,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from pf2lora.adapters.architectures import (
     ARCHITECTURES,
@@ -25,13 +22,18 @@ from pf2lora.adapters.architectures import (
     Architecture,
     keep_position_buckets,
     needed_mask,
+    packed_mask,
     stack_relative_positions,
 )
 from pf2lora.adapters.base_model import fresh_parameters
-from pf2lora.adapters.layers import Adapted, ClientLinear, Part, sizes
-from pf2lora.adapters.spec import AdapterSpec
+from pf2lora.adapters.first_state import factor_entries, first_values
+from pf2lora.adapters.layer_passes import set_passes, stacked_layers
+from pf2lora.adapters.layers import Adapted, ClientLinear, Part, Projection, aligned, precision, sizes
+from pf2lora.adapters.output_layer import output_layer, target_losses
+from pf2lora.adapters.spec import ALL_LINEAR, AdapterSpec
+from pf2lora.adapters.targets import find_targets, split_parts
 from pf2lora.core.factors import down, up
-from pf2lora.core.layout import Entry, Kind, Layout
+from pf2lora.core.layout import Entry, Layout
 from pf2lora.core.randomness import generator
 from pf2lora.core.second_order import is_differentiated_twice
 from pf2lora.errors import UserError
@@ -52,19 +54,21 @@ class TwoLevelModel:
         if model.config.model_type == "mpnet":
             keep_position_buckets(model)
         self.common_layout, self.personal_layout = self._layouts()
-        self.compiled: Callable[..., Any] | None = None
+        self.output_layer = output_layer(model)  # None: the model's loss is made of all its logits
+        self.compiled: dict[nn.Module, Callable[..., Any]] = {}
+        self.repeats_layers = self.compiles_layers = False
 
     def _inject(self, targets: list[str]) -> dict[str, Adapted]:
         adapted: dict[str, Adapted] = {}
         for number, name in enumerate(targets):
             base = self.model.get_submodule(name)
-            assert isinstance(base, (nn.Linear, Conv1D))
+            assert isinstance(base, Projection)
             smallest = min(sizes(base))
             if self.spec.rank > smallest:
                 raise UserError(
                     f"rank {self.spec.rank} is above the size of layer {name!r}, which is {smallest}"
                 )
-            layer = Adapted(base, split_parts(name, base, self.architecture), self.spec, number)
+            layer = Adapted(base, self._parts(name, base), self.spec, number)
             self.model.set_submodule(name, layer)
             adapted[name] = layer
         if self.architecture.attention != "own" and not self.spec.dropout:
@@ -75,6 +79,11 @@ class TwoLevelModel:
                 }:
                     layer.shares_input_with = [after]  # query and value of one attention see the same input
         return adapted
+
+    def _parts(self, name: str, base: Projection) -> list[Part]:
+        if self.spec.targets == (ALL_LINEAR,):  # whole projections, as PEFT takes them
+            return [Part(name, 0, sizes(base)[1])]
+        return split_parts(name, base, self.architecture, self.model.config)
 
     @property
     def head_roots(self) -> list[str]:
@@ -155,18 +164,87 @@ class TwoLevelModel:
 
         The mask tells the tokens from the padding on their right; None: there is no padding.
         """
+        return self._run(self.model, common, personal, attention_mask, key, inputs)
+
+    def token_losses(
+        self,
+        common: Tensor,
+        personal: Tensor,
+        following: Tensor,
+        counted: Tensor,
+        most: int | None,
+        *,
+        attention_mask: Tensor | None = None,
+        key: Tensor | None = None,
+        examples: Tensor | None = None,
+        **inputs: Any,
+    ) -> Tensor:
+        """A language model's loss of the `following` token at every position that is `counted` (`target_losses`).
+        Where rows hold several `examples`, their numbers say which token belongs to which."""
+        inputs["use_cache"] = False
+        if examples is not None:
+            attention_mask = packed_mask(examples, self.dtype)
+        if self.output_layer is None:
+            logits = self._run(self.model, common, personal, attention_mask, key, inputs).logits
+            flat = logits.flatten(0, 1).to(counted.dtype)
+            return cross_entropy(flat, following.flatten(), reduction="none").view_as(counted) * counted
+        output = self._run(self.model.base_model, common, personal, attention_mask, key, inputs)
+        return target_losses(self.output_layer, output.last_hidden_state, following, counted, most)
+
+    def _run(
+        self,
+        module: nn.Module,
+        common: Tensor,
+        personal: Tensor,
+        attention_mask: Tensor | None,
+        key: Tensor | None,
+        inputs: Mapping[str, Any],
+    ) -> Any:
         fused = self.model.config._attn_implementation != "eager"
         length = inputs["input_ids"].shape[1]
-        mask = needed_mask(
-            self.architecture, attention_mask, self.dtype, common.device, length=length, fused=fused
-        )
-        with self.bound(common, personal, key) as model:
-            fast = self.compiled is not None and not is_differentiated_twice()
-            return (self.compiled if fast else model)(attention_mask=mask, **inputs)  # type: ignore[misc]
+        mask = attention_mask
+        if mask is None or mask.dim() < 4:  # else it is ready-made
+            mask = needed_mask(
+                self.architecture, attention_mask, self.dtype, common.device, length=length, fused=fused
+            )
+        with self.bound(common, personal, key):
+            run = module if is_differentiated_twice() else self.compiled.get(module, module)
+            return run(attention_mask=mask, **inputs)
 
     def compile(self) -> None:
-        """Let torch compile the model's passes: fused kernels, after some seconds for each shape of a batch."""
-        self.compiled = torch.compile(self.model, dynamic=False)
+        """Let torch compile the passes: fused kernels, after some seconds for each shape of a batch. Of a language
+        model, which may be deep, one layer is compiled for all."""
+        if self.architecture.attention == "causal":
+            self.compiles_layers = True
+            self._set_passes()
+        else:
+            self.compiled = {self.model: torch.compile(self.model, dynamic=False)}
+
+    def repeat_layers(self, on: bool = True) -> None:
+        """Activation checkpointing: layers keep their input alone and are run again for a gradient. The same numbers,
+        for up to a third more arithmetic; where a gradient is differentiated again, layers keep everything."""
+        self.repeats_layers = on
+        self._set_passes()
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Meanwhile passes are run as they are, for a mere measurement."""
+        before = self.compiled, self.compiles_layers
+        self.compiled, self.compiles_layers = {}, False
+        self._set_passes()
+        try:
+            yield
+        finally:
+            self.compiled, self.compiles_layers = before
+            self._set_passes()
+
+    def _set_passes(self) -> None:
+        for layer in stacked_layers(self.model, self.adapted):
+            set_passes(layer, repeated=self.repeats_layers, compiled=self.compiles_layers)
+        for (
+            layer
+        ) in self.adapted.values():  # what a layer hands to another is beyond a compiler that repeats it
+            layer.hands_over = not (self.repeats_layers and (self.compiles_layers or self.compiled))
 
     @contextmanager
     def bound(self, common: Tensor, personal: Tensor, key: Tensor | None = None) -> Iterator[PreTrainedModel]:
@@ -222,6 +300,8 @@ class TwoLevelModel:
     def remove(self) -> None:
         """Give the base model its own layers back, so that it can be adapted anew."""
         self.unbind()
+        self.compiles_layers = self.repeats_layers = False
+        self._set_passes()
         layers: dict[str, Adapted | ClientLinear] = {**self.adapted, **self.heads}
         for name, layer in layers.items():
             self.model.set_submodule(name, layer.base)
@@ -229,79 +309,9 @@ class TwoLevelModel:
     @property
     def dtype(self) -> torch.dtype:
         """The base model's precision."""
-        return next(iter(self.adapted.values())).base.weight.dtype
+        return precision(next(iter(self.adapted.values())).base)
 
     @property
     def layer_names(self) -> list[str]:
         """The adapted parts, in the order of the layouts: equal shapes together, within them as in the model."""
         return [e.module for e in self.common_layout.entries if e.kind == "A"]
-
-
-def aligned(block: Tensor, dim: int) -> Tensor:
-    """The rank filled up with zeros to a multiple of 8 on a CUDA device in 16 bits, whose fast products need that."""
-    missing = -block.shape[dim] % 8
-    if not missing or block.device.type != "cuda" or block.element_size() != 2:
-        return block
-    return pad(block, (0, missing) if dim == -1 else (0, 0, 0, missing))
-
-
-def factor_entries(shapes: Mapping[str, tuple[int, int]], down: Kind, up: Kind, rank: int) -> list[Entry]:
-    """The factors of layers `(m, n)`: equal shapes side by side, all of one kind before the other."""
-    order = list(dict.fromkeys(shapes.values()))
-    names = sorted(shapes, key=lambda name: order.index(shapes[name]))
-    return [Entry(name, down, (rank, shapes[name][1])) for name in names] + [
-        Entry(name, up, (shapes[name][0], rank)) for name in names
-    ]
-
-
-def first_values(
-    entry: Entry, random: torch.Generator, heads: Mapping[str, Tensor], deviation: float
-) -> Tensor:
-    """A and C Kaiming-uniform with a = √5, as LoRA does: uniform in ±1/√n; B and D zero; a new head normal."""
-    if entry.name in heads:
-        return heads[entry.name].detach().cpu().flatten()
-    if entry.kind in ("B", "D") or entry.parameter == "bias":
-        return torch.zeros(entry.size)
-    if entry.kind == "head":
-        return torch.randn(entry.size, generator=random) * deviation
-    bound = 1 / math.sqrt(entry.shape[1])
-    return (torch.rand(entry.size, generator=random) * 2 - 1) * bound
-
-
-def split_parts(name: str, base: nn.Module, architecture: Architecture) -> list[Part]:
-    out = sizes(base)[1]
-    if not (architecture.fused and any(name.endswith(t) for t in architecture.targets)):
-        return [Part(name, 0, out)]
-    width = out // len(architecture.fused)
-    return [
-        Part(f"{name}.{part}", i * width, (i + 1) * width)
-        for i, part in enumerate(architecture.fused)
-        if part in architecture.adapted_parts
-    ]
-
-
-def find_targets(model: nn.Module, wanted: Sequence[str], architecture: Architecture) -> list[str]:
-    """The linear layers that `wanted` names, by name, ending or pattern; the architecture's default without."""
-    head = HEADS + architecture.extra_head
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and name.split(".")[0] not in head
-    ]
-    patterns = list(wanted) or list(architecture.targets)
-    found = [n for n in linear if any(matches(n, p) for p in patterns)]
-    unmatched = [p for p in patterns if not any(matches(n, p) for n in linear)]
-    if unmatched or not found:
-        candidates = sorted({n.split(".")[-1] for n in linear})
-        what = (
-            f"no layer matches the target {unmatched[0]!r}" if unmatched else "no default targets are known"
-        )
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        raise UserError(
-            f"{what} in this model ({kind}); linear layers to choose from: {', '.join(candidates)}"
-        )
-    return found
-
-
-def matches(name: str, pattern: str) -> bool:
-    return name == pattern or name.endswith(f".{pattern}") or fnmatch.fnmatchcase(name, pattern)

@@ -8,15 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
+from pf2lora.cli.federation_doctor import doctor
+from pf2lora.cli.federation_join import KitFolder, join, leave, tell
 from pf2lora.cli.federation_keys import authority, kit_of_signed, readmit, remove, request, sign
 from pf2lora.cli.federation_site import approve, read_limits, verify
+from pf2lora.cli.federation_watch import LeadKit, status, watch
 from pf2lora.cli.options import WRITTEN, ListCommand, configured, read_config
-from pf2lora.cli.text import safe
 from pf2lora.errors import UserError
 
 app = typer.Typer(help="Federate across machines (NVIDIA FLARE).", no_args_is_help=True)
 
-EXPIRING = 30  # days before its end in which a certificate is spoken of
 RULES = "Timeouts and update checks"
 Deadline = Annotated[
     float, typer.Option("--deadline", help="Seconds a round waits for its sites.", rich_help_panel=RULES)
@@ -62,8 +63,6 @@ Merge = Annotated[
         "--merge", help="How updates become one: mean, median or trimmed (mean).", rich_help_panel=RULES
     ),
 ]
-KitFolder = Annotated[Path, typer.Argument(help="A start-up kit, as `provision` made it.")]
-LeadKit = Annotated[Path, typer.Option("--kit", help="The lead's kit.")]
 
 
 @app.callback()
@@ -156,11 +155,6 @@ def rehearsal_config(settings: dict[str, Any], file: Path | None, sites: int | N
     return from_dict(merged(to_dict(demo_config()), over), "command line")
 
 
-def tell(line: str) -> None:
-    """Progress, on standard error: standard output is for results."""
-    typer.echo(line, err=True)
-
-
 @app.command()
 def provision(
     project: Annotated[Path, typer.Argument(help="project.toml: name, host, port, sites.")],
@@ -174,30 +168,6 @@ def provision(
     for name, folder in made.items():
         typer.echo(f"{name}: {folder}")
     typer.echo(f"the authority's key is in {out / 'authority'}: keep it where no participant can read it")
-
-
-@app.command()
-def join(kit: KitFolder) -> None:
-    """Start the server or a site from its kit; runs until Ctrl-C."""
-    from pf2lora.federation.flare.processes import days_left, in_foreground, open_kit
-
-    opened = open_kit(kit)
-    left = days_left(opened)
-    if left < EXPIRING:
-        tell(f"the certificate of {opened.name} ends in {left} days: renew it (docs/federation.md)")
-    tell(f"starting {opened.name}" + (f" on port {opened.port}" if opened.server else ""))
-    sys.exit(in_foreground(opened))
-
-
-@app.command()
-def leave(kit: KitFolder) -> None:
-    """End the server or the site that runs from a kit on this machine, whoever started it."""
-    from pf2lora.federation.flare.processes import leave as end
-    from pf2lora.federation.flare.processes import open_kit
-
-    opened = open_kit(kit)
-    end(opened)
-    tell(f"{opened.name} has ended")
 
 
 @configured
@@ -249,46 +219,10 @@ def submit(
 
 
 app.command(cls=ListCommand)(submit)
-app.command()(approve)
-app.command()(verify)
+for one in (join, leave, approve, verify, doctor, status, watch):
+    app.command()(one)
 for made_where_it_lives in (authority, request, sign, kit_of_signed, remove, readmit):
     app.command(name="kit" if made_where_it_lives is kit_of_signed else None)(made_where_it_lives)
-
-
-@app.command()
-def status(kit: LeadKit) -> None:
-    """Where every run stands."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from pf2lora.federation.flare import admin
-
-    table = Table("run", "job", "state", "round", "sites there", "deadline", "quorum")
-    lines = []
-    for job in admin.runs(kit):
-        now = job.get("pf2lora") or {}
-        there = ", ".join(now.get("present", []))
-        at = f"{now['round']} of {now['rounds']}" if now else ""
-        limits = (f"{now['deadline']:g} s", f"{now['quorum']:g}") if now else ("", "")
-        state = now.get("state") or job["status"].lower()
-        table.add_row(*map(safe, (job["name"], job["job_id"][:8], state, at, there, *limits)))
-        said = [f"{site} is left out: {why}" for site, why in now.get("left_out", {}).items()]
-        said += [now["line"]] if now.get("line") else []
-        lines += [f"{job['name']} ({job['job_id'][:8]}): {line}" for line in said]
-    console = Console()
-    console.print(table)
-    for line in lines:
-        console.print(safe(line), highlight=False)
-
-
-@app.command()
-def watch(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
-    """Say what changes in a run, until it is over."""
-    from pf2lora.cli.federation_watch import changes
-    from pf2lora.federation.flare import admin
-
-    for line in changes(admin.follow(kit, name)):
-        typer.echo(safe(line))
 
 
 @app.command()

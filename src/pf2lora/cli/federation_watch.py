@@ -1,9 +1,72 @@
-"""`pf2lora federation watch`: a line whenever something changes in a run."""
+"""`pf2lora federation status` and `watch`: where runs stand, now and whenever something changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pf2lora.cli.federation_join import LOGS, Log, write
+from pf2lora.cli.text import safe
+from pf2lora.errors import unknown
+
+LeadKit = Annotated[Path, typer.Option("--kit", help="The lead's kit.")]
+
+
+def status(kit: LeadKit) -> None:
+    """Where every run stands."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from pf2lora.federation.flare import admin
+
+    table = Table("run", "job", "state", "round", "sites there", "deadline", "quorum")
+    lines = []
+    for job in admin.runs(kit):
+        now = job.get("pf2lora") or {}
+        there = ", ".join(now.get("present", []))
+        at = f"{now['round']} of {now['rounds']}" if now else ""
+        limits = (f"{now['deadline']:g} s", f"{now['quorum']:g}") if now else ("", "")
+        state = now.get("state") or job["status"].lower()
+        table.add_row(*map(safe, (job["name"], job["job_id"][:8], state, at, there, *limits)))
+        said = [f"{site} is left out: {why}" for site, why in now.get("left_out", {}).items()]
+        said += [now["line"]] if now.get("line") else []
+        lines += [f"{job['name']} ({job['job_id'][:8]}): {line}" for line in said]
+    console = Console()
+    console.print(table)
+    for line in lines:
+        console.print(safe(line), highlight=False)
+
+
+def watch(
+    kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")], log: Log = "lines"
+) -> None:
+    """Say what changes in a run, until it is over."""
+    from pf2lora.federation.flare import admin
+
+    if log not in LOGS:
+        raise unknown("log", log, LOGS)
+    if log == "json":
+        for event, values in happened(admin.follow(kit, name)):
+            write(event, values)
+        return
+    for line in changes(admin.follow(kit, name)):
+        typer.echo(safe(line))
+
+
+def happened(jobs: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A run's changes as events, those of a participant's log."""
+    from pf2lora.federation.protocol import kit_events
+    from pf2lora.federation.protocol.run_status import Status
+
+    before: Status | None = None
+    for job in jobs:
+        said = job.get("pf2lora") or {"state": str(job["status"]).lower(), "round": 0, "rounds": 0}
+        now = Status(**{key: value for key, value in said.items() if key in Status.__dataclass_fields__})
+        yield from kit_events.changes(job["name"], before, now)
+        before = now
 
 
 def changes(jobs: Iterable[dict[str, Any]]) -> Iterator[str]:

@@ -121,15 +121,13 @@ class Method(ABC):
     summary: ClassVar[str] = ""
     sent_part: ClassVar[str] = "x"
     personal_part: ClassVar[str] = "nothing"
-    gradients_per_step: ClassVar[str] = "1"
+    gradients_per_step: ClassVar[int] = 1  # about: a bar and an estimate of a run's length go by it
     draws: ClassVar[int] = 1  # batches that one local step needs
     two_level: ClassVar[bool] = False  # has client adapters y
     pooled: ClassVar[bool] = False  # one learner on everybody's data
     not_private: ClassVar[str] = ""  # why noise on the mean of what clients send would not protect them
     federated: ClassVar[bool] = True  # exchanges anything at all
-    merges_average: ClassVar[bool] = (
-        False  # a `merge` of its own looks at nothing but `average` and who took part
-    )
+    merges_mean: ClassVar[bool] = False  # a `merge` of its own needs no more than `average` of what was sent
     adapts_before_use: ClassVar[bool] = (
         False  # `personal` does something: clients do not use x and y as they are
     )
@@ -251,10 +249,11 @@ class Method(ABC):
         return self.average(sent.numbers, sent.weights), server
 
     @property
-    def averages(self) -> bool:
-        """Whether the weighted mean of what clients sent, and who they are, is all that the server needs."""
-        kind = type(self)
-        return kind.average is Method.average and (kind.merge is Method.merge or kind.merges_average)
+    def needs_rows(self) -> bool:
+        """Whether `merge` looks at more of what was sent than its weighted mean: several processes that share the
+        clients send each other all of it then."""
+        own_way = type(self).average is not Method.average or type(self).merge is not Method.merge
+        return own_way and not self.merges_mean
 
     def with_answer(self, x: Tensor, answer: Tensor, number: int) -> Tensor:
         """`x (M, P)` with the server's answer to round `number` in it: `(n,)`, or one for each client `(M, n)`."""
@@ -307,7 +306,8 @@ def moved(state: State, device: torch.device | str) -> State:
 
 def rows_of(clients: Sequence[int], device: torch.device) -> slice | Tensor:
     """Where the clients' rows are: a slice where they are neighbours, whose rows need not be gathered."""
-    start, stop = clients[0], clients[0] + len(clients)
+    start = clients[0] if clients else 0
+    stop = start + len(clients)
     return (
         slice(start, stop) if list(clients) == [*range(start, stop)] else torch.tensor(clients, device=device)
     )

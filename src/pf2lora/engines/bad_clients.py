@@ -71,7 +71,8 @@ class UpdateLedger:
 
     Learners are those of several federations of `clients` each, which know nothing of each other. `largest` is all
     that has to be kept between rounds; 0 where a learner has not moved yet. Without `compare` (where nobody may look
-    at the others' norms) a learner is judged by its own updates alone.
+    at the others' norms) a learner is judged by its own updates alone. Where several processes share the learners,
+    `numbers` says what those that are judged here are called among all.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class UpdateLedger:
         *,
         compare: bool = True,
         largest: Sequence[float] = (),
+        numbers: Sequence[int] | None = None,
     ) -> None:
+        self.numbers = range(learners) if numbers is None else numbers
         self.clients, self.compare = clients or learners, compare
         self.largest = list(largest) or [0.0] * learners
         self.now: dict[int, tuple[float, float]] = {}  # this round's updates so far: moved, size
@@ -90,7 +93,7 @@ class UpdateLedger:
         """Who of `learners` is bad, and why, after a round's local steps with these losses `(steps, M)`: whose loss is
         no number, or whose update explodes against those of earlier rounds. The others' updates are noted."""
         bad: dict[int, str] = {}
-        losses, usual = losses.cpu(), self.usual(learners)
+        losses, usual = losses.cpu(), self.usual([self.numbers[i] for i in learners])
         for column, (i, moved, size) in enumerate(zip(learners, made.moved.tolist(), made.size.tolist())):
             not_finite = (~torch.isfinite(losses[:, column])).nonzero()
             if len(not_finite):
@@ -101,7 +104,7 @@ class UpdateLedger:
             elif why := exploded(moved, size, usual[column]):
                 bad[i] = why
             else:
-                self.now[i] = moved, size
+                self.now[self.numbers[i]] = moved, size
         return bad
 
     def close(self) -> dict[int, str]:

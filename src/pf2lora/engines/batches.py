@@ -13,18 +13,22 @@ from torch import Tensor
 
 from pf2lora.core.streams import numpy_generator, stream_seed
 
+TARGET_STEPS = 8  # what a batch's number of targets is rounded up to, parts of its tokens
+
 
 @dataclass(frozen=True)
 class Batch:
     """M·b rows, client by client. `key (M,)` is where the dropout masks of this batch come from.
 
     `full` is known without asking the device: no row is padded, so attention needs no mask and its fastest kernel.
+    So is `targets`, where tokens are predicted: at most so many of them are.
     """
 
     clients: int
     tensors: dict[str, Tensor]
     key: Tensor | None = None
     full: bool = False
+    targets: int | None = None
 
     @property
     def length(self) -> int:
@@ -48,7 +52,7 @@ class Batch:
             of_client = tensor.unflatten(0, (self.clients, rows))
             return torch.stack([of_client[:, i] for i in at], dim=1).flatten(0, 1)
 
-        return Batch(self.clients, {n: cut(t) for n, t in self.tensors.items()}, self.key, self.full)
+        return replace(self, tensors={n: cut(t) for n, t in self.tensors.items()})
 
 
 class BatchSource(Protocol):
@@ -111,7 +115,8 @@ def batch_rows_by_length(
 class Encoded:
     """Tokenised rows of several clients, side by side on one device; client k's are `starts[k] : starts[k + 1]`.
 
-    `token_columns` are (N, T) and cut to a batch's longest row, `row_columns` (N, …) are taken whole.
+    `token_columns` are (N, T) and cut to a batch's longest row, `row_columns` (N, …) are taken whole. `targets (N,)`
+    says how many tokens of each row are predicted, where that is known.
     """
 
     token_columns: dict[str, Tensor]
@@ -120,6 +125,8 @@ class Encoded:
     starts: tuple[int, ...]
     pad_to_multiple_of: int = 1  # a batch's length is rounded up to this
     chosen: tuple[int, ...] | None = None  # the clients that are looked at, in this order; None: each once
+    targets: np.ndarray | None = None
+    examples: tuple[int, ...] | None = None  # how many clients have, where a row holds several of them
 
     @property
     def clients(self) -> tuple[int, ...]:
@@ -137,6 +144,10 @@ class Encoded:
 
     def sizes(self) -> list[int]:
         return [stop - start for start, stop in self.spans]
+
+    def example_counts(self) -> list[int]:
+        """How many examples each client has, in whatever rows they stand."""
+        return self.sizes() if self.examples is None else [self.examples[k] for k in self.clients]
 
     def length(self, index: np.ndarray) -> int:
         """How long the rows at `index` are when they are padded to the longest of them."""
@@ -157,6 +168,18 @@ class Encoded:
         out["attention_mask"] = (torch.arange(length, device=device) < lengths.unsqueeze(1)).long()
         return out | {name: column.index_select(0, at) for name, column in self.row_columns.items()}
 
+    def most_targets(self, index: np.ndarray, length: int) -> int | None:
+        """How many tokens of the rows at `index` are predicted at most, in a few steps up to all: not every batch
+        is to have a shape of its own."""
+        if self.targets is None:
+            return None
+        step = max(1, len(index) * length // TARGET_STEPS)
+        return min(-(-int(self.targets[index].sum()) // step) * step, len(index) * length)
+
+    def batch(self, clients: int, index: np.ndarray) -> Batch:
+        """The rows at `index` of so many clients, to be evaluated."""
+        return Batch(clients, self.rows(index), targets=self.most_targets(index, self.length(index)))
+
     @property
     def device(self) -> torch.device:
         return next(iter(self.token_columns.values())).device
@@ -174,8 +197,14 @@ class Encoded:
 
     def pooled(self) -> Encoded:
         """The same rows as one client's."""
+        columns = self.token_columns, self.row_columns
         return Encoded(
-            self.token_columns, self.row_columns, self.lengths, (0, self.starts[-1]), self.pad_to_multiple_of
+            *columns,
+            self.lengths,
+            (0, self.starts[-1]),
+            self.pad_to_multiple_of,
+            targets=self.targets,
+            examples=None if self.examples is None else (sum(self.examples),),
         )
 
 
@@ -202,7 +231,7 @@ class EncodedSource:
 
     @property
     def sizes(self) -> list[int]:
-        return self.data.sizes() * len(self.seeds)
+        return self.data.example_counts() * len(self.seeds)
 
     def learner(self, i: int) -> tuple[int, int]:
         """The seed and the client of learner i."""
@@ -211,18 +240,19 @@ class EncodedSource:
 
     def draw(self, clients: Sequence[int], numbers: Sequence[int]) -> Batch:
         index = self.rows(clients, numbers)
-        length = self.data.length(index)
+        length, of_step = self.data.length(index), [index]
         if self.alike > 1:
             first = [number - number % self.alike for number in numbers]
-            of_step = (self.rows(clients, [n + i for n in first]) for i in range(self.alike))
+            of_step = [self.rows(clients, [n + i for n in first]) for i in range(self.alike)]
             length = max(self.data.length(rows) for rows in of_step)
+        targets = [most for rows in of_step if (most := self.data.most_targets(rows, length)) is not None]
         tensors = self.data.rows(index, length)
         key = None
         if self.keyed:
             keys = [self.dropout_key(i, n) for i, n in zip(clients, numbers)]
             key = torch.tensor(keys, device=tensors["attention_mask"].device)
         full = bool((self.data.lengths[index] == tensors["input_ids"].shape[1]).all())
-        return Batch(len(clients), tensors, key, full)
+        return Batch(len(clients), tensors, key, full, max(targets, default=None))
 
     def rows(self, clients: Sequence[int], numbers: Sequence[int]) -> np.ndarray:
         """Where the rows of these batches lie."""

@@ -29,6 +29,8 @@ from pf2lora.engines.bad_clients import UpdateLedger, check_enough, without
 from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.private import common_start, noisy
 from pf2lora.engines.rates import Rates
+from pf2lora.engines.room import Room
+from pf2lora.engines.share import Share, at_server, copy_first, of_everyone
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.engines.steps import LocalTraining, OnStep, ignore
 from pf2lora.errors import UserError
@@ -130,31 +132,35 @@ def train(
     graphs: bool = True,
     judges: Callable[[Sequence[int]], Judge] | None = None,
     after: After | None = None,
+    share: Share | None = None,
 ) -> Iterator[Round]:
     """The rounds of a run, one by one. This loop exists once.
 
     `state` and `source` are those of all learners: the clients of the first of the schedule's seeds, then of the next.
     On a CUDA device the local step is recorded as a CUDA graph and replayed, unless `graphs` is off. `judges` gives
     some learners' judge, where there are validation rows. `after` a round that was done before, the run goes on with
-    the next: `state` is what was served then.
+    the next: `state` is what was served then. Where processes `share` the clients, `state`, `source` and `judges` are
+    those of this one's learners, and a round's numbers, but for the states, are everybody's.
     """
-    learners, seeds = len(source.names), schedule.seeds
-    if learners == 0 or min(source.sizes) == 0:
+    seeds, share = schedule.seeds, share or Share.of_one(len(source.names) // len(schedule.seeds))
+    names, sizes = share.everyone(source.names), share.everyone(source.sizes)
+    if not names or min(sizes) == 0:
         raise UserError("a run needs at least one client, and every client at least one training row")
-    clients = learners // len(seeds)
-    per_pass = schedule.clients_per_pass or learners
+    clients, here = share.clients, share.learners(len(seeds))
+    per_pass = schedule.clients_per_pass or len(here)
     after = after or After()
-    ledger = UpdateLedger(learners, clients, compare=schedule.compare_updates, largest=after.largest)
+    compare = schedule.compare_updates
+    ledger = UpdateLedger(len(names), clients, compare=compare, largest=after.largest, numbers=here)
     first = state
-    home = torch.device(device if per_pass >= learners else "cpu")  # waiting clients stay off the device
+    home = torch.device(device if per_pass >= len(here) else "cpu")  # waiting clients stay off the device
     state = over_tensors(lambda t: t.to(home, copy=True), state)
     served = state
     stepper = make_stepper(F, device, graphs=graphs)
-    rates = schedule.rates_of(clients)
+    rates = schedule.rates_of(len(share.here))
     local = LocalTraining(
-        method, F, source, schedule.steps, per_pass, rates, device, stepper, on_step, judges
+        method, F, source, schedule.steps, Room(per_pass), rates, device, stepper, on_step, judges
     )
-    steps_done = list(after.steps_done) or [0] * learners
+    steps_done = list(after.steps_done) or [0] * len(names)
     servers = over_tensors(lambda t: t.to(home), after.servers)
     servers = servers or tuple(method.first_server(state.x[:0, 0]) for _ in seeds)
     for number in range(after.number + 1, schedule.rounds + 1):
@@ -166,29 +172,41 @@ def train(
         ]
         chosen = [i for federation in federations for i in federation]
         expected = [len(federation) for federation in federations]
-        starts = [common_start(method, take(state, f), number) for f in federations if schedule.privacy]
-        trained = local.round(number, state, chosen, steps_done, ledger)
+        starts = [
+            common_start(method, take(state, share.places(federation) or [share.own(s).start]), number)
+            for s, federation in enumerate(federations if schedule.privacy else ())
+        ]
+        with share.processes.together():
+            training = share.places(chosen) if share.trains else []
+            trained = local.round(number, state, training, [steps_done[i] for i in here], ledger)
+        trained = of_everyone(share, trained, ledger, state.x)
+        copy_first(share, state)
         bad = trained.bad
         for i in chosen:
             steps_done[i] += schedule.steps
         if late := ledger.close():  # in a federation's first round: nobody has moved yet
-            put(state, list(late), take(first, list(late)))
+            put(state, share.places(late), take(first, share.places(late)))
             bad |= late
-        check_enough(bad, federations, source.names, number, schedule.max_bad)
+        check_enough(bad, federations, names, number, schedule.max_bad)
         federations = list(without(federations, bad))
         chosen = [i for federation in federations for i in federation]
-        stats, leaving = trained.of(chosen), take(state, chosen)
+        mine = share.places(chosen)
+        stats, leaving = trained.of(chosen), take(state, mine)
         stays, sent = method.send(leaving, number)
-        updates = by_server(sent, federations, clients, source.sizes, schedule.weighting, number)
+        updates = by_server(sent, federations, share, sizes, schedule.weighting, number)
         if schedule.privacy is not None:
-            updates = [noisy(schedule.privacy, *of) for of in zip(updates, starts, expected, seeds)]
+            of_each = zip(updates, starts, expected, seeds)
+            updates = [noisy(schedule.privacy, *own, share.processes) for own in of_each]
+        else:
+            updates = [at_server(share, method, own) for own in updates]
         answers, servers = zip(*(method.merge(own, server) for own, server in zip(updates, servers)))
         common = torch.stack(answers)
+        share.processes.copy_first(common)  # the same bits for all, whatever each has merged on
         served = state
         if stays is not leaving:  # what a method prunes as it sends is not part of `before`
             served = over_tensors(torch.clone, state)
-            put(served, chosen, stays)
-        served = method.receive(served, to_learners(common, clients), number)
+            put(served, mine, stays)
+        served = method.receive(served, to_learners(common, share), number)
         after = After(number, tuple(steps_done), tuple(ledger.largest), servers)
         left_out, seconds = dict(sorted(bad.items())), time.perf_counter() - started
         yield Round(number, chosen, stats, state, served, common, seconds, left_out, after)
@@ -197,23 +215,29 @@ def train(
 def by_server(
     sent: Tensor,
     federations: Sequence[Sequence[int]],
-    clients: int,
+    share: Share,
     sizes: Sequence[int],
     weighting: str,
     number: int,
 ) -> list[Updates]:
-    """What each federation's server gets; `sent` is what the federations' learners sent, one after the other."""
-    found, start = [], 0
+    """What each federation's server gets from this process: of all participants, whom `clients` names, the rows that
+    are here; `sent` has them, federation by federation."""
+    found, start, here = [], 0, set(share.here)
     for s, federation in enumerate(federations):
         weights = merge_weights([sizes[i] for i in federation], weighting).to(sent.device)
-        positions = tuple(i - s * clients for i in federation)
-        found.append(Updates(sent[start : start + len(federation)], weights, positions, number))
-        start += len(federation)
+        positions = tuple(i - s * share.clients for i in federation)
+        own = [column for column, k in enumerate(positions) if k in here]
+        rows = sent[start : start + len(own)]
+        found.append(Updates(rows, weights[own], positions, number))
+        start += len(own)
     return found
 
 
-def to_learners(common: Tensor, clients: int) -> Tensor:
-    """Each learner's server's answer `(learners, n)`: a view where there is one server with one answer."""
+def to_learners(common: Tensor, share: Share) -> Tensor:
+    """The answer of its server for each learner that is here `(learners, n)`: a view where there is one server with one
+    answer."""
     if common.dim() == 2:
-        common = common.unsqueeze(1).expand(-1, clients, -1)
+        common = common.unsqueeze(1).expand(-1, len(share.here), -1)
+    elif not share.processes.alone:
+        common = common[:, list(share.here)]
     return common.flatten(0, 1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from pf2lora.core.method import Method, State, Updates
 from pf2lora.core.privacy import Mechanism
+from pf2lora.engines.processes import ALONE, Processes
 from pf2lora.errors import UserError
 
 
@@ -21,9 +24,12 @@ def common_start(method: Method, participants: State, number: int) -> Tensor:
     return start[0].clone()
 
 
-def noisy(how: Mechanism, sent: Updates, start: Tensor, expected: int, seed: int) -> Updates:
+def noisy(
+    how: Mechanism, sent: Updates, start: Tensor, expected: int, seed: int, processes: Processes = ALONE
+) -> Updates:
     """What the server gets to see in place of what was sent: one row, the noisy mean over `expected` participants. Who
-    was left out counts as zero."""
+    was left out counts as zero. Of several processes with a part of the updates each, the first adds the noise."""
     updates = sent.numbers.double() - start.double()
-    row = start.double() + how.mean_update(updates, expected, seed, sent.round)
-    return Updates(row.to(sent.numbers).unsqueeze(0), torch.ones_like(sent.weights[:1]), (), sent.round)
+    here = how if processes.first else replace(how, noise=0.0)
+    row = start.double() + processes.total(here.mean_update(updates, expected, seed, sent.round))
+    return Updates(row.to(sent.numbers).unsqueeze(0), sent.weights.new_ones(1), (), sent.round)

@@ -35,8 +35,8 @@ class RoLoRA(Partly):
     label: ClassVar[str] = "RoLoRA"
     summary: ClassVar[str] = "rounds alternate between B and A: trained, sent and averaged"
     sent_part: ClassVar[str] = "B or A, and the head"
+    merges_mean: ClassVar[bool] = True
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "moving"})
-    merges_average: ClassVar[bool] = True
 
     def moves(self, number: int) -> Kind:
         """The factor that round `number` trains."""

@@ -42,8 +42,8 @@ class Scaffold(Method):
     summary: ClassVar[str] = "FedAvg whose clients correct their drift by control variates"
     sent_part: ClassVar[str] = "x and control variates"
     not_private: ClassVar[str] = "its clients send control variates beside x"
+    merges_mean: ClassVar[bool] = True
     derived: ClassVar[frozenset[str]] = frozenset({"layout", "clients"})
-    merges_average: ClassVar[bool] = True
 
     def leaves(self, number: int) -> Layout:
         """x and, of each of its entries, a control variate: c_k's change up, c down."""

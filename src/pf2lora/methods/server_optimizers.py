@@ -43,7 +43,7 @@ class ServerOptimizer(Method):
     """Clients step as HOMLoRA's. What they send, and what they are answered, is counted from the common start x̄₀, which
     every client knows and the server does not: `x_k − x̄₀` and `x̄ − x̄₀`."""
 
-    merges_average: ClassVar[bool] = True
+    merges_mean: ClassVar[bool] = True
 
     def init(self, x: Tensor, y: Tensor) -> State:
         return State(x, y, Started(no_moments(x), x[:, : self.layout.shared].clone()))

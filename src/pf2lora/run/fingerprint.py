@@ -21,7 +21,8 @@ from pf2lora.run.workload import Workload
 JUDGED_OTHERWISE = {  # settings that are not compared as they are written
     "output": None,  # where it goes and what is said of it changes no number
     "data": None,  # the rows themselves are compared
-    "model": ("name", "device"),  # the weights themselves are; the device that was found is
+    # The weights themselves are, and the device that was found; layers that are run again give the same numbers.
+    "model": ("name", "device", "checkpointing"),
     "training": ("method", "rounds", "evaluate_every", "clients_per_pass"),
 }
 
@@ -98,11 +99,9 @@ def check_same(then: Fingerprint, now: Fingerprint, whose_rows: Callable[[], str
         raise CannotGoOn(f"the clients have other rows ({other or whose_rows()})")
     check_methods(then.settings["training"]["method"], now.settings["training"]["method"])
     lines = []
-    per_pass = [f.settings["training"].get("clients_per_pass") for f in (then, now)]
+    per_pass = [f.settings["training"].get("clients_per_pass", "auto") for f in (then, now)]
     if per_pass[0] != per_pass[1]:
-        lines.append(
-            f"clients_per_pass was {per_pass[0] or 'all'} and is {per_pass[1] or 'all'}: same up to rounding"
-        )
+        lines.append(f"clients_per_pass was {per_pass[0]} and is {per_pass[1]}: same up to rounding")
     if then.threads != now.threads:
         lines.append(
             f"it was begun with {then.threads} threads, and now has {now.threads}: same up to rounding"

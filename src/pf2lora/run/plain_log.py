@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -30,6 +30,12 @@ OBJECT_EVERY = 5.0  # and between a log's events of progress
 
 def to_stderr(line: str) -> None:
     print(one_line(line), file=sys.stderr, flush=True)
+
+
+def json_line(event: str, values: Mapping[str, Any]) -> str:
+    """An event as a log's line: its name, the time, and its values."""
+    said = {"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}
+    return json.dumps(said | dict(values), ensure_ascii=False)
 
 
 class Lines:
@@ -89,8 +95,7 @@ class JsonLog:
             if now - self.last < OBJECT_EVERY:
                 return
             self.last = now
-        written = {"event": event.name, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}
-        print(json.dumps(written | self.values(event), ensure_ascii=False), file=self.file, flush=True)
+        print(json_line(event.name, self.values(event)), file=self.file, flush=True)
 
     def values(self, event: Event) -> dict[str, Any]:
         """An event's own values, as JSON has them."""

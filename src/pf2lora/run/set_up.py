@@ -20,6 +20,7 @@ from pf2lora.engines.local import Schedule
 from pf2lora.engines.rates import Rates
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
+from pf2lora.run.compiling import compiles
 from pf2lora.run.config import Config
 from pf2lora.run.workload import Workload
 from pf2lora.settings import checked
@@ -66,8 +67,9 @@ def set_up(
     config, kind = workload.config, METHODS[name]
     model = TwoLevelModel(workload.base, adapter_spec(config, name))
     try:
-        if config.model.compile and compiled:
+        if compiled and compiles(workload, name, len(seeds)):
             model.compile()
+        model.repeat_layers(config.model.checkpointing == "on")
         names = ["pooled"] if kind.pooled else workload.names
         position, clients = place or (0, len(names))
         positions = tuple(range(position, position + len(names))) * len(seeds)
@@ -165,7 +167,7 @@ def schedule_of(config: Config, *seeds: int) -> Schedule:
     t = config.training
     most = 0 if t.strict else t.max_bad_clients
     return Schedule(
-        *(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seeds, most),
+        *(t.rounds, t.steps, t.participation, t.weighting, t.most_per_pass, seeds, most),
         rates=RateSchedule(t.schedule, t.warmup),
     )
 

@@ -37,6 +37,15 @@ class Example(NamedTuple):
     row: int = 0  # which of the client's test rows it is
 
 
+class Shown(NamedTuple):
+    """An example as the model sees it: its tokens as texts, which of them it is to find (those with loss, or the
+    answer), and a line about it."""
+
+    tokens: list[str]
+    marked: list[bool]
+    about: str
+
+
 class Task(ABC, Generic[Row, Prediction]):
     """A task knows its tokenizer and what its rows mean; it holds no weights and no data."""
 
@@ -91,7 +100,7 @@ class Task(ABC, Generic[Row, Prediction]):
             ):
                 at = torch.tensor(together)
                 x, y = (t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
-                found = self.example_losses(model, x, y, Batch(len(together), encoded.rows(index)))
+                found = self.example_losses(model, x, y, encoded.batch(len(together), index))
                 width, start = len(index) // len(together), filled[together[0]]
                 filling = torch.arange(width) >= torch.tensor(real).unsqueeze(1)
                 for whole, values in zip((losses, weights), found):
@@ -131,6 +140,16 @@ class Task(ABC, Generic[Row, Prediction]):
     def describe(self, rows: Sequence[Row]) -> dict[str, int]:
         """How many rows of each kind (label, topic, …) there are, for the report."""
         return {}
+
+    def show(self, row: Row) -> Shown:
+        """A row's first example as it is trained on."""
+        return self.shown(self.encode([[row]], training=True))
+
+    def shown(self, encoded: Encoded, at: int = 0, marked: Sequence[bool] = (), about: str = "") -> Shown:
+        """The example number `at` of some rows."""
+        ids = encoded.token_columns["input_ids"][at, : int(encoded.lengths[at])].tolist()
+        tokens = [token_text(self.tokenizer, token) for token in ids]
+        return Shown(tokens, list(marked)[: len(ids)] or [False] * len(ids), about)
 
     def input_text(self, row: Row) -> str:
         """What a row asks, without its answer."""
@@ -190,6 +209,12 @@ class Examples(Encoded):
         return collected
 
 
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """What a token stands for; its name where that is no whole character, or nothing."""
+    text = str(tokenizer.decode([token]))
+    return text if text and "\ufffd" not in text else str(tokenizer.convert_ids_to_tokens(token))
+
+
 def pad_columns(
     tokens: Mapping[str, list[list[int]]],
     pad: int,
@@ -201,7 +226,7 @@ def pad_columns(
     lengths = np.array([len(row) for row in ids])
     width = int(lengths.max(initial=1))
     columns = {}
-    for name in ("input_ids", "token_type_ids"):
+    for name in ("input_ids", "token_type_ids", "target", "example", "position"):
         if name in tokens:
             fill = pad if name == "input_ids" else 0
             column = np.full((len(ids), width), fill, dtype=np.int32)
@@ -209,7 +234,10 @@ def pad_columns(
                 column[i, : len(row)] = row
             columns[name] = torch.from_numpy(column)
     starts = tuple(int(s) for s in np.concatenate([[0], np.cumsum(sizes)]))
-    return Encoded(columns, row_columns, lengths, starts)
+    targets = np.array([sum(row[1:]) for row in tokens["target"]]) if "target" in tokens else None
+    return Encoded(
+        columns, row_columns, lengths, starts, targets=targets
+    )  # nothing predicts a row's first token
 
 
 ROWS_ANSWERED: ContextVar[Callable[[int], None]] = ContextVar("rows answered", default=lambda rows: None)
@@ -270,7 +298,7 @@ def predict_rows(
     device, spans = encoded.device, encoded.spans
     for clients, index, real in evaluation_batches(encoded, size, clients_per_pass):
         at = torch.tensor(clients, device=common.device)
-        batch = Batch(len(clients), encoded.rows(index))
+        batch = encoded.batch(len(clients), index)
         found = function(
             common.index_select(0, at).to(device), personal.index_select(0, at).to(device), batch
         )

@@ -26,9 +26,10 @@ from pf2lora.engines.local import Schedule, train
 from pf2lora.errors import UserError
 from pf2lora.methods.pf2lora import PF2LoRA
 from pf2lora.tasks.generation import scores as nlg
+from pf2lora.tasks.generation.decoding import NoRepeatInText, left_padded
 from pf2lora.tasks.generation.prompts import PromptRow
 from pf2lora.tasks.generation.settings import GenerationSettings
-from pf2lora.tasks.generation.task import Generation, NoRepeatInText, left_padded
+from pf2lora.tasks.generation.task import Generation
 
 FOODS = ("pizza", "noodles", "fish and chips", "tapas")
 TEXTS = [f"The {food} place is near the river." for food in FOODS]
@@ -69,7 +70,7 @@ def test_example_is_prompt_separator_target_end() -> None:
     end = TOKENIZER.eos_token_id
     prompt, target = TOKENIZER("name : pizza")["input_ids"], TOKENIZER(" It is near the river.")["input_ids"]
     assert ids == [*prompt, end, *target, end]
-    assert encoded.row_columns["prompt_length"].tolist() == [len(prompt) + 1]
+    assert encoded.token_columns["target"][0].tolist() == [0] * (len(prompt) + 1) + [1] * (len(target) + 1)
     joined = task(separator="").encode([rows("name : pizza")], training=True)
     assert joined.token_columns["input_ids"][0, : joined.lengths[0]].tolist() == [*prompt, *target, end]
 
@@ -87,7 +88,7 @@ def test_loss_is_the_mean_over_target_tokens(kind: str) -> None:
             at = encoded.starts[k] + i
             ids = encoded.token_columns["input_ids"][at : at + 1, : encoded.lengths[at]].long()
             logits = model(x[k : k + 1], y[k : k + 1], input_ids=ids).logits
-            for t in range(int(encoded.row_columns["prompt_length"][at]), ids.shape[1]):
+            for t in encoded.token_columns["target"][at].nonzero().flatten().tolist():
                 total -= float(logits[0, t - 1].log_softmax(-1)[ids[0, t]])
                 count += 1
         assert found[k].item() == pytest.approx(total / count, rel=1e-12)
@@ -245,9 +246,11 @@ def test_long_rows_are_counted() -> None:
     encoded = generation.encode(data, training=True)
     assert encoded.sizes() == [2]
     assert max(encoded.lengths) == 24
+    prompt, target = (len(TOKENIZER(t)["input_ids"]) + 1 for t in ("pizza", " " + "The river. " * 30))
     assert generation.notes == [
         "1 of 2 training prompts fill the window of 24 tokens (max_length): they are left out of training",
-        "1 training targets are cut to fit the window of 24 tokens (max_length)",
+        "1 training targets are cut to fit the window of 24 tokens (max_length): "
+        f"{prompt + target - 24} of their tokens are lost",
     ]
     model, x, y = two_level("gpt2", 1)
     found = generation.predict(model, x, y, generation.encode(data, training=False), final=True)

@@ -312,7 +312,7 @@ class FederationController(SiteMessages):
             append_line(self.folder, f"round {record['round']}: {site} is left out: {why}")
         for site in record["stopped"]:  # it has stopped, and returns when it is started again
             self.present = [s for s in self.present if s != site]
-        self.status.loss = mean_loss(record["scores"])
+        self.status.loss, self.status.seconds = mean_loss(record["scores"]), record["seconds"]
         answered = ", ".join(record["answered"])
         told = {key: record[key] for key in ("round", "answered", "missing", "refused")}
         audit.record(self.root, "round", job=self.status.job, run=self.plan.name, **told)
@@ -328,6 +328,7 @@ class FederationController(SiteMessages):
         self.status.state, self.status.line = state, line
         self.status.round, self.status.present = self.session.done, list(self.present)
         self.status.deadline, self.status.quorum = self.plan.deadline, self.plan.quorum
+        self.status.received, self.status.sent = self.bytes_received, self.bytes_sent
         write_status(self.folder, self.status)
         if state != "running":
             audit.record(self.root, state, job=self.status.job, run=self.plan.name, line=line)

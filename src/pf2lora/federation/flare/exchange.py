@@ -43,6 +43,7 @@ class SiteMessages(Controller):
         super().__init__(task_check_period=PERIOD)
         self.changed = threading.Condition()
         self.started = time.time()
+        self.bytes_received = self.bytes_sent = 0
 
     @abstractmethod
     def current_round(self) -> int:
@@ -92,15 +93,17 @@ class SiteMessages(Controller):
         number = self.current_round()
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
+            answer, client_task.result = (
+                body(client_task.result, number),
+                None,
+            )  # FLARE would keep it to the end
             with self.changed:
-                result, client_task.result = (
-                    client_task.result,
-                    None,
-                )  # FLARE would keep it until the task ends
-                deliver(body(result, number))
+                self.bytes_received += len(answer) if isinstance(answer, bytes) else 0
+                deliver(answer)
                 self.changed.notify_all()
 
         task = Task(name=name, data=Shareable({BODY: data}), timeout=seconds, result_received_cb=received)
+        self.bytes_sent += len(data)
         self.send(task, self.fl_ctx, targets=[site])
         return task
 

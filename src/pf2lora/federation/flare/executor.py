@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,10 @@ from pf2lora.federation.flare.child import end_with
 from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.allow_list import ANSWERS, AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
-from pf2lora.federation.protocol.messages import Malformed, encode
+from pf2lora.federation.protocol.messages import Malformed, Message, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import problem_fields
+from pf2lora.federation.protocol.run_status import Status, run_folder, write_status
 from pf2lora.federation.protocol.site import SiteSession
 from pf2lora.federation.protocol.wire import Wire
 
@@ -44,6 +47,7 @@ class SiteExecutor(Executor):
         self.plan = Plan.from_json(plan)
         self.session: SiteSession | None = None
         self.problem: dict[str, Any] | None = None  # what the server is told of what stopped this site
+        self.status = Status("running", 0, self.plan.run.training.rounds)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """The job's process ends with the site's."""
@@ -55,13 +59,34 @@ class SiteExecutor(Executor):
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
     ) -> Shareable:
         """The answer to one request. One that cannot be read at all raises, and FLARE tells the server so."""
-        request = read_request(shareable.get(BODY))
+        data = shareable.get(BODY)
+        request, began = read_request(data), time.perf_counter()
+        answer = None
         if self.problem is None or request.kind == "hello":
             try:
-                return Shareable({BODY: self.ready(fl_ctx).answer(request)})
+                answer = self.ready(fl_ctx).answer(request)
             except (UserError, Malformed) as error:
                 self.stop(fl_ctx, str(error), problem_fields(error))
-        return Shareable({BODY: encode({"kind": "problem", "round": request.round} | (self.problem or {}))})
+        if answer is None:
+            answer = encode({"kind": "problem", "round": request.round} | (self.problem or {}))
+        self.note(fl_ctx, request, time.perf_counter() - began, len(data), len(answer))
+        return Shareable({BODY: answer})
+
+    def note(self, fl_ctx: FLContext, request: Message, seconds: float, received: int, answered: int) -> None:
+        """Write down where the run stands, for who looks at this site on its own machine. Not worth a round: where it
+        cannot be written, the run goes on."""
+        status = self.status
+        status.received, status.sent = status.received + received, status.sent + answered
+        if request.kind == "train":
+            status.round, status.seconds = request.round, seconds
+        if self.session is not None:
+            status.loss = self.session.loss
+        if self.problem is None:
+            status.state, status.line = "finished" if request.kind == "finish" else "running", ""
+        folder = run_folder(kit_of(fl_ctx), self.plan.name)
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_status(folder, status)
 
     def ready(self, fl_ctx: FLContext) -> SiteSession:
         """The session, built at the first message: the base model is loaded once and stays."""
@@ -87,6 +112,7 @@ class SiteExecutor(Executor):
     def stop(self, fl_ctx: FLContext, line: str, problem: dict[str, Any]) -> None:
         """Say `line` in the site's own log; the server is told `problem` from now on."""
         self.problem = problem
+        self.status.state, self.status.line = "stopped", line
         audit.record(kit_of(fl_ctx), "stays out", job=fl_ctx.get_job_id(), run=self.plan.name, **problem)
         self.log_error(fl_ctx, line, fire_event=False)
         print(f"pf2lora: {fl_ctx.get_identity_name()}: {line}", file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ OF_A_SITE = """local/     this site's own rules. No message changes them:
            policy.toml  what a run may ask of it
            the others   what classes a job may name, what may leave, who may do what
 
+    pf2lora federation doctor .          whether it can take part
     pf2lora federation join .            take part, until Ctrl-C
     pf2lora federation approve .         runs that wait for a person, where policy.toml says so
     pf2lora federation verify .          whether audit.jsonl, what this site let out and refused, is unbroken
@@ -26,6 +27,7 @@ OF_A_SITE = """local/     this site's own rules. No message changes them:
 OF_THE_SERVER = """local/     who may do what, and what classes a job may name
 runs/      the runs, once there are some
 
+    pf2lora federation doctor .          whether it can serve
     pf2lora federation join .            serve, until Ctrl-C
     pf2lora federation verify .          whether audit.jsonl is unbroken
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
 import socket
@@ -11,17 +10,26 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from pf2lora.errors import UserError
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.flare.child import PARENT
+from pf2lora.parsing import read_json
 
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
+
+EXPIRING = 30  # days before its end in which a certificate is spoken of
+ERRORS, REFUSED = (
+    "error_log.txt",
+    "registration rejected",
+)  # FLARE's, in a kit, and what it says there of a double
 STOP_TIMEOUT = 10.0  # seconds between asking a process to stop and making it
 ENGINE = {
     "NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5",  # a job's end does not wait 900 s for a site that is gone
@@ -45,56 +53,84 @@ class Kit:
     settings: Mapping[str, Any]  # FLARE's start-up file
 
     @property
+    def address(self) -> tuple[str, int]:
+        """How sites reach the server: its name or address, and its port."""
+        host, port = self.settings["servers"][0]["service"]["target"].rsplit(":", 1)
+        return host, int(port)
+
+    @property
     def port(self) -> int:
         """The server's port."""
-        return int(self.settings["servers"][0]["service"]["target"].rsplit(":", 1)[1])
+        return self.address[1]
+
+    @property
+    def certificate(self) -> Path:
+        """The file of its certificate."""
+        return self.folder / "startup" / ("server.crt" if self.server else "client.crt")
+
+    @property
+    def key(self) -> Path:
+        """The file of its private key."""
+        return self.certificate.with_suffix(".key")
+
+    @property
+    def root(self) -> Path:
+        """The file of the authority's certificate."""
+        return self.folder / "startup" / "rootCA.pem"
 
 
-def open_kit(folder: Path) -> Kit:
-    """A kit, checked: complete, its certificate in date, its key readable by its owner only."""
+def read_kit(folder: Path) -> Kit:
+    """A kit as it is, whatever the state of its certificate."""
     require_nvflare()
     for server, file in ((True, "fed_server.json"), (False, "fed_client.json")):
         path = folder / "startup" / file
         if path.is_file():
-            settings = json.loads(path.read_text())
+            settings = read_json(path)
             name = "server" if server else settings["client"]["fqsn"]
-            kit = Kit(folder.resolve(), name, server, settings)
-            check_certificate(kit)
-            return kit
-    raise UserError(f"{str(folder)!r} is no start-up kit: `pf2lora federation provision` makes kits")
+            return Kit(folder.resolve(), name, server, settings)
+    raise UserError(
+        f"{str(folder)!r} is no start-up kit of a server or a site: `pf2lora federation kit` or `provision` makes kits"
+    )
 
 
-def check_certificate(kit: Kit) -> None:
-    """A UserError where a certificate is missing or out of date, or the key can be read by others."""
+def open_kit(folder: Path) -> Kit:
+    """A kit, checked: complete, its certificates in date, its key readable by its owner only."""
+    kit = read_kit(folder)
+    certificates(kit)
+    check_key(kit)
+    return kit
+
+
+def certificates(kit: Kit) -> tuple[Certificate, Certificate]:
+    """A kit's certificate and its authority's; a UserError where one is missing or out of date."""
     from cryptography import x509
 
-    which = "server" if kit.server else "client"
-    startup = kit.folder / "startup"
-    for file in (f"{which}.crt", "rootCA.pem"):
+    found = []
+    for path in (kit.certificate, kit.root):
         try:
-            certificate = x509.load_pem_x509_certificate((startup / file).read_bytes())
+            certificate = x509.load_pem_x509_certificate(path.read_bytes())
         except (OSError, ValueError):
-            raise UserError(
-                f"{startup / file} is missing or damaged: ask for a new kit for {kit.name}"
-            ) from None
+            raise UserError(f"{path} is missing or damaged: ask for a new kit for {kit.name}") from None
         ends = certificate.not_valid_after_utc
         if ends < datetime.now(UTC):
             raise UserError(
-                f"the certificate of {kit.name} ({file}) expired on {ends:%Y-%m-%d}: "
+                f"the certificate of {kit.name} ({path.name}) expired on {ends:%Y-%m-%d}: "
                 f"make new kits with `pf2lora federation provision`, or renew this one (docs/federation.md)"
             )
-    key = startup / f"{which}.key"
-    if key.exists() and stat.S_IMODE(key.stat().st_mode) & 0o077:
-        raise UserError(f"the private key {key} can be read by others: chmod 600 it")
+        found.append(certificate)
+    own, root = found
+    return own, root
+
+
+def check_key(kit: Kit) -> None:
+    """A UserError where a kit's private key can be read by others."""
+    if kit.key.exists() and stat.S_IMODE(kit.key.stat().st_mode) & 0o077:
+        raise UserError(f"the private key {kit.key} can be read by others: chmod 600 it")
 
 
 def days_left(kit: Kit) -> int:
     """Days until the first of a kit's certificates ends."""
-    from cryptography import x509
-
-    files = ("server.crt" if kit.server else "client.crt", "rootCA.pem")
-    found = [x509.load_pem_x509_certificate((kit.folder / "startup" / file).read_bytes()) for file in files]
-    return (min(certificate.not_valid_after_utc for certificate in found) - datetime.now(UTC)).days
+    return (min(found.not_valid_after_utc for found in certificates(kit)) - datetime.now(UTC)).days
 
 
 def check_port(kit: Kit) -> None:
@@ -244,13 +280,34 @@ def running(processes: dict[str, subprocess.Popen[bytes]]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def in_foreground(kit: Kit) -> int:
-    """Run a participant until it ends or Ctrl-C; its exit code."""
-    process = start(kit)
+def in_foreground(
+    kit: Kit, meanwhile: Callable[[], None] = lambda: None, log: IO[bytes] | None = None
+) -> int:
+    """Run a participant until it ends or Ctrl-C; its exit code. `meanwhile` is done now and then; what FLARE says goes
+    to `log`, or else where this process's own words go. A UserError where the server refuses a double."""
+    errors = kit.folder / ERRORS
+    before = errors.stat().st_size if errors.exists() else 0
+    process = start(kit, log)
     with running({kit.name: process}):
         try:
             while process.poll() is None:
+                meanwhile()
                 time.sleep(0.2)
         except KeyboardInterrupt:
             return 0
+    if process.returncode and REFUSED in new_text(errors, before):
+        raise UserError(
+            f"the server refused {kit.name}, because one is connected already: end that one, or ask the lead whether "
+            f"somebody else has this kit; one that was cut off is let in after two minutes"
+        )
     return process.returncode
+
+
+def new_text(file: Path, before: int) -> str:
+    """What a log has beyond its first bytes."""
+    try:
+        with file.open("rb") as opened:
+            opened.seek(before)
+            return opened.read().decode("utf8", errors="replace")
+    except OSError:
+        return ""

@@ -1,4 +1,5 @@
-"""The folder of a federated run on the server: where it stands, and what was said."""
+"""The folder of a federated run in a kit: where it stands, at the server and, by itself, at each site; and what was
+said."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ class Status:
     job: str = ""
     line: str = ""
     present: list[str] = field(default_factory=list)
-    loss: float | None = None  # of the last round's training, the mean over the sites that told it
+    # Of the last round's training: at the server the mean over the sites that told it, at a site its own.
+    loss: float | None = None
+    seconds: float | None = None  # the last round took: at a site its own work
+    received: int = 0  # bytes of messages of this job
+    sent: int = 0
     absent: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # by its hello, with the reason
     deadline: float = 0.0
@@ -40,15 +45,16 @@ class Status:
 
 
 def run_folder(root: Path, name: str) -> Path:
-    """The folder of the run `name` in the server's kit `root`."""
+    """The folder of the run `name` in the kit `root`."""
     return root / "runs" / name
 
 
 def write_status(folder: Path, status: Status, *, of_run: bool = True) -> None:
-    """Where a job stands, and with it the run; not the run, if the job may not touch it."""
+    """Where a job stands, and with it the run; not the run, if the job may not touch it. A site names no job."""
     status.time = time.time()
-    (folder / JOBS).mkdir(exist_ok=True)
-    atomic.write_json(folder / JOBS / f"{status.job}.json", asdict(status))
+    if status.job:
+        (folder / JOBS).mkdir(exist_ok=True)
+        atomic.write_json(folder / JOBS / f"{status.job}.json", asdict(status))
     if of_run:
         atomic.write_json(folder / STATUS, asdict(status))
 

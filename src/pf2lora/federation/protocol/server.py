@@ -118,7 +118,7 @@ class ServerSession(Answers):
             sizes = bounded({s: self.sites[s]["train_rows"] for s in sites})
             weights = merge_weights([sizes[s] for s in sites], self.config.training.weighting)
             sent = Updates(torch.empty(0), weights, tuple(self.plan.sites.index(s) for s in sites), number)
-            if method.averages:
+            if not method.needs_rows:
                 mean = rows.merged(sites, lambda block: method.average(block, weights))
                 sent = sent._replace(numbers=mean.unsqueeze(0), weights=torch.ones_like(weights[:1]))
             else:

@@ -27,6 +27,7 @@ from pf2lora.federation.protocol.secure_sum import AlreadySummed, LostKeys, Refu
 from pf2lora.federation.protocol.site_models import SiteModels
 from pf2lora.federation.protocol.site_setup import SiteSetup
 from pf2lora.federation.protocol.wire import Memory, Wire, checksum, moved
+from pf2lora.run.evaluation import finite
 from pf2lora.run.validation import sampled_judge
 
 logger = logging.getLogger("pf2lora")
@@ -47,6 +48,7 @@ class SiteSession:
         self.privacy = setup.trial.schedule.privacy
         self.latest: Checkpoint | None = None  # the newest state on disk, to spare a read
         self.served: torch.Tensor | None = None  # the server's answer that came last (n,)
+        self.loss: float | None = None  # of the last round's steps, for the site itself
 
     def answer(self, request: Message) -> bytes:
         """The reply to one request of the server, as `read_request` gave it. An adapter that is not this site's is
@@ -125,6 +127,7 @@ class SiteSession:
         state, stats = local_steps(
             variant, trial.F, state, trial.source, [0], [saved.steps], self.steps, **how
         )
+        self.loss = finite(float(stats.loss.mean()))
         ledger = UpdateLedger(1, compare=False, largest=[saved.largest])
         bad = ledger.judge([0], stats.loss, change(began, state))
         ledger.close()

@@ -9,31 +9,30 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from pf2lora.adapters.architectures import ARCHITECTURES
 from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
-from pf2lora.errors import UserError
-from pf2lora.tasks.base import Example, Examples, Scores, Task, pad_columns, predict_rows
+from pf2lora.errors import UserError, listed
+from pf2lora.tasks.base import Example, Scores, Shown, Task, predict_rows
 from pf2lora.tasks.generation import scores as nlg
+from pf2lora.tasks.generation.decoding import NoRepeatInText, left_padded
+from pf2lora.tasks.generation.encoding import Encoder, PromptExamples
 from pf2lora.tasks.generation.java import one_meteor
 from pf2lora.tasks.generation.prompts import PromptRow
-from pf2lora.tasks.generation.settings import GenerationSettings
+from pf2lora.tasks.generation.settings import CHAT, GenerationSettings, TextRow
 from pf2lora.tasks.settings import Metric
 
 SCORES: dict[str, tuple[Callable[[Sequence[str], nlg.References], nlg.Scores], tuple[str, ...]]] = {
@@ -62,17 +61,7 @@ class Continuation(NamedTuple):
     text: str | None
 
 
-@dataclass(frozen=True)
-class PromptExamples(Examples):
-    """Each example is a prompt with one of its targets; `prompts` are the rows' prompts alone, to be continued."""
-
-    prompts: Encoded = field(kw_only=True)
-
-    def of(self, clients: Sequence[int]) -> Self:
-        return replace(super().of(clients), prompts=self.prompts.of(clients))
-
-
-class Generation(Task[PromptRow, Continuation]):
+class Generation(Task[TextRow, Continuation]):
     """The separator between prompt and target is by default the beginning-of-text token (GPT-2's is its end-of-text
     token), as in LoRA. `scores` chooses the metrics of generated text: "e2e" or "webnlg".
     """
@@ -86,25 +75,19 @@ class Generation(Task[PromptRow, Continuation]):
         settings: GenerationSettings | None = None,
         *,
         scores: str = "e2e",
+        chat: bool = False,
         evaluation_batch: int = 16,
         generation_batch: int = 8,
     ) -> None:
-        if tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no end-of-text token, so a generated text would never end")
         self.tokenizer, self.settings = tokenizer, settings or GenerationSettings()
-        self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.encoder = Encoder(tokenizer, self.settings, self.note, chat=chat)
+        self.pad = self.encoder.pad
+        self.labels = [CHAT] if chat else []
         self.scorer, names = SCORES[scores]
         written = names if self.settings.max_new_tokens else ()
         self.metrics = {name: TEXT_METRICS[name] for name in written} | LOSSES
         self.writes = bool(written)
         self.evaluation_batch, self.generation_batch = evaluation_batch, generation_batch
-        self.separator = self._separator(self.settings.separator)
-
-    def _separator(self, text: str | None) -> list[int]:
-        if text is not None:
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-        first = self.tokenizer.bos_token_id
-        return [self.tokenizer.eos_token_id if first is None else first]
 
     def load_model(self, name: str, dtype: torch.dtype) -> PreTrainedModel:
         model = load_model(AutoModelForCausalLM, name, dtype)
@@ -115,82 +98,13 @@ class Generation(Task[PromptRow, Continuation]):
                 f"max_length {length} and max_new_tokens {new} are {length + new} tokens, but the model takes "
                 f"{longest}: lower one of them"
             )
+        if self.settings.packing:
+            check_packing(model, length)
         model.config.pad_token_id = self.pad
         return model
 
-    # --- rows to tokens ----------------------------------------------------------------------------------
-
-    def encode(self, clients: Sequence[Sequence[PromptRow]], *, training: bool) -> PromptExamples:
-        rows = [row for client in clients for row in client]
-        prompts = self._prompt_tokens([row.prompt for row in rows])
-        owners = [k for k, client in enumerate(clients) for _ in client]
-        numbers = [i for client in clients for i in range(len(client))]
-        examples, lengths, row_numbers, sizes = [], [], [], [0] * len(clients)
-        cut = 0
-        targets = iter(self._target_tokens([target for row in rows for target in row.targets]))
-        for row, prompt, owner, number in zip(rows, prompts, owners, numbers):
-            for target in [next(targets) for _ in row.targets]:
-                room = self.settings.max_length - len(prompt)
-                if room < 2:  # not even one token of the target and the end of text
-                    continue
-                cut += len(target) > room
-                examples.append(prompt + (target if len(target) <= room else target[:room]))
-                lengths.append(len(prompt))
-                row_numbers.append(number)
-                sizes[owner] += 1
-        self._report(prompts, cut, sizes, training)
-        tokens = {"input_ids": examples}
-        columns = pad_columns(tokens, self.pad, {"prompt_length": torch.tensor(lengths)}, sizes)
-        return PromptExamples(
-            **vars(columns),
-            row_numbers=np.array(row_numbers),
-            row_counts=tuple(map(len, clients)),
-            prompts=self._prompt_columns(prompts, [len(client) for client in clients]),
-        )
-
-    def _prompt_tokens(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Prompts with the separator; the model's own beginning-of-text token comes first where it uses one."""
-        found: list[list[int]] = self.tokenizer(list(prompts))["input_ids"] if prompts else []
-        eos = self.tokenizer.eos_token_id
-        return [(ids[:-1] if ids and ids[-1] == eos else ids) + self.separator for ids in found]
-
-    def _target_tokens(self, targets: Sequence[str]) -> list[list[int]]:
-        """A target follows a space, as words do in running text, and ends with the end of text."""
-        for target in targets:
-            if not target.strip():
-                raise UserError("an empty target: there is nothing to learn from it")
-        texts = [target if target[0].isspace() else f" {target}" for target in targets]
-        found = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        return [[*ids, self.tokenizer.eos_token_id] for ids in found]
-
-    def _prompt_columns(self, prompts: list[list[int]], sizes: list[int]) -> Encoded:
-        """Prompts that fill the window are cut at the left: what they ask for usually stands at the end."""
-        room = self.settings.max_length - 1
-        return pad_columns({"input_ids": [ids[-room:] for ids in prompts]}, self.pad, {}, sizes)
-
-    def _report(self, prompts: list[list[int]], cut: int, sizes: list[int], training: bool) -> None:
-        part = "training" if training else "test"
-        full = sum(len(ids) > self.settings.max_length - 2 for ids in prompts)
-        if full:
-            consequence = (
-                "they are left out of training"
-                if training
-                else "they have no loss, and their text follows the prompt's last part"
-            )
-            self.note(
-                f"{full} of {len(prompts)} {part} prompts fill the window of {self.settings.max_length} tokens "
-                f"(max_length): {consequence}"
-            )
-        if cut:
-            self.note(
-                f"{cut} {part} targets are cut to fit the window of {self.settings.max_length} tokens (max_length)"
-            )
-        for k, size in enumerate(sizes):
-            if training and not size:
-                raise UserError(
-                    f"all prompts of client number {k + 1} fill the window of {self.settings.max_length} tokens: "
-                    f"a larger max_length is needed"
-                )
+    def encode(self, clients: Sequence[Sequence[TextRow]], *, training: bool) -> Encoded:
+        return self.encoder.encode(clients, training=training)
 
     # --- loss and generation -----------------------------------------------------------------------------
 
@@ -205,19 +119,19 @@ class Generation(Task[PromptRow, Continuation]):
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
         """The loss of every token given those before it, zero outside the targets, and where the targets are."""
-        ids, mask = batch.tensors["input_ids"], batch.tensors["attention_mask"]
-        logits = model(
-            common, personal, key=batch.key, input_ids=ids, attention_mask=batch.mask, use_cache=False
-        ).logits
-        # Position t predicts token t + 1; rolling the tokens copies less than slicing the logits would.
-        following = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-        counted = mask.roll(-1, 1).bool() & (following >= batch.tensors["prompt_length"].unsqueeze(1))
-        counted &= following < ids.shape[1]
-        flat = cross_entropy(
-            logits.flatten(0, 1).to(common.dtype), ids.roll(-1, 1).flatten(), reduction="none"
+        ids, counted = batch.tensors["input_ids"], counted_positions(batch)
+        following, counts = ids.roll(-1, 1), counted.to(common.dtype)  # position t predicts token t + 1
+        packed: dict[str, Any] = {}
+        if "example" in batch.tensors:
+            packed = {"examples": batch.tensors["example"], "position_ids": batch.tensors["position"]}
+        losses = model.token_losses(
+            *(common, personal, following, counts, batch.targets),
+            attention_mask=batch.mask,
+            key=batch.key,
+            input_ids=ids,
+            **packed,
         )
-        losses = flat.view(ids.shape)
-        return losses * counted, counted
+        return losses, counted
 
     def predict(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, *, final: bool = False
@@ -242,12 +156,17 @@ class Generation(Task[PromptRow, Continuation]):
         ]
 
     def generate(
-        self, model: TwoLevelModel, common: Tensor, personal: Tensor, prompts: Sequence[Sequence[str]]
+        self,
+        model: TwoLevelModel,
+        common: Tensor,
+        personal: Tensor,
+        prompts: Sequence[Sequence[str | TextRow]],
     ) -> list[list[str]]:
-        """What each client's model writes after each of its prompts, all clients together."""
+        """What each client's model writes after each of its prompts (a text is a plain one), all clients together."""
         if not self.settings.max_new_tokens:
             raise UserError("max_new_tokens is 0: no text is written")
-        tokens = self._prompt_tokens([prompt for client in prompts for prompt in client])
+        asked = [prompt for client in prompts for prompt in client]
+        tokens = self.encoder.prompts([PromptRow(p, ()) if isinstance(p, str) else p for p in asked])
         for ids in tokens:
             if len(ids) >= self.settings.max_length:
                 raise UserError(
@@ -255,7 +174,7 @@ class Generation(Task[PromptRow, Continuation]):
                     f"shorten it"
                 )
         return self._continue(
-            model, common, personal, self._prompt_columns(tokens, [len(client) for client in prompts])
+            model, common, personal, self.encoder.prompt_columns(tokens, [len(client) for client in prompts])
         )
 
     def _continue(
@@ -267,7 +186,7 @@ class Generation(Task[PromptRow, Continuation]):
             length_penalty=self.settings.length_penalty,
             do_sample=False,
             repetition_penalty=1.0,
-            eos_token_id=self.tokenizer.eos_token_id,
+            eos_token_id=self.encoder.stops,
             pad_token_id=self.pad,
         )
 
@@ -289,12 +208,12 @@ class Generation(Task[PromptRow, Continuation]):
     # --- scores ------------------------------------------------------------------------------------------
 
     def score_clients(
-        self, predictions: Sequence[Sequence[Continuation]], clients: Sequence[Sequence[PromptRow]]
+        self, predictions: Sequence[Sequence[Continuation]], clients: Sequence[Sequence[TextRow]]
     ) -> list[Scores]:
         with one_meteor():
             return super().score_clients(predictions, clients)
 
-    def score(self, predictions: Sequence[Continuation], rows: Sequence[PromptRow]) -> Scores:
+    def score(self, predictions: Sequence[Continuation], rows: Sequence[TextRow]) -> Scores:
         """Loss and perplexity; with generated text, the text metrics too (None: noted why)."""
         tokens = sum(p.tokens for p in predictions)
         loss = sum(p.loss for p in predictions) / tokens if tokens else None
@@ -307,43 +226,42 @@ class Generation(Task[PromptRow, Continuation]):
             self.note(f"no {TEXT_METRICS[name].label}: {reason}")
         return {name: found.values.get(name) for name in self.metrics if name not in losses} | losses
 
-    def describe(self, rows: Sequence[PromptRow]) -> dict[str, int]:
+    def describe(self, rows: Sequence[TextRow]) -> dict[str, int]:
         counts = Counter(row.group for row in rows if row.group)
         return {group: counts[group] for group in sorted(counts)}
 
-    def input_text(self, row: PromptRow) -> str:
+    def show(self, row: TextRow) -> Shown:
+        encoded = self.encode([[row]], training=True)  # a row alone is not packed with others
+        target = encoded.token_columns["target"][0].bool().tolist()
+        return self.shown(encoded, 0, target, f"loss on {sum(target)} of {int(encoded.lengths[0])} tokens")
+
+    def input_text(self, row: TextRow) -> str:
         return row.prompt
 
-    def answer(self, prediction: Continuation, row: PromptRow) -> dict[str, str | None]:
+    def answer(self, prediction: Continuation, row: TextRow) -> dict[str, str | None]:
         return {"predicted": prediction.text}
 
-    def example(self, prediction: Continuation, row: PromptRow) -> Example | None:
+    def example(self, prediction: Continuation, row: TextRow) -> Example | None:
         return None if prediction.text is None else Example(row.prompt, row.targets, prediction.text)
 
 
-class NoRepeatInText(LogitsProcessor):
-    """Forbids to repeat `size` tokens of the generated text; what stands in the prompt may be said.
-
-    For all rows at once: transformers' own processor goes through them one by one on the host.
-    """
-
-    def __init__(self, size: int, prompt_width: int) -> None:
-        self.size, self.prompt_width = size, prompt_width
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        text = input_ids[:, self.prompt_width :]
-        if text.shape[1] < self.size:
-            return scores
-        said = text.unfold(1, self.size, 1)  # (rows, n-grams, n)
-        ending = text[:, text.shape[1] - self.size + 1 :].unsqueeze(1)
-        repeats = (said[..., :-1] == ending).all(-1)
-        times = torch.zeros_like(scores).scatter_add(1, said[..., -1], repeats.to(scores.dtype))
-        return scores.masked_fill(times > 0, -torch.inf)
+def counted_positions(batch: Batch) -> Tensor:
+    """Where the next token is the model's to write (M·b, T): position t predicts token t + 1."""
+    target = batch.tensors["target"].bool()
+    following = torch.zeros_like(target)
+    following[:, :-1] = target[:, 1:]
+    return following
 
 
-def left_padded(ids: Tensor, mask: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-    """Right-padded rows with the padding moved to the left, so that all end where generation begins."""
-    width = ids.shape[1]
-    source = torch.arange(width, device=ids.device) - (width - mask.sum(1, keepdim=True))
-    moved = ids.gather(1, source.clamp(min=0))
-    return torch.where(source >= 0, moved, pad), (source >= 0).long()
+def check_packing(model: PreTrainedModel, length: int) -> None:
+    """Packed rows need a model whose attention is told who sees whom, and examples that no window cuts."""
+    kind = model.config.model_type
+    if kind not in ARCHITECTURES or ARCHITECTURES[kind].attention != "causal":
+        causal = [name for name, known in ARCHITECTURES.items() if known.attention == "causal"]
+        raise UserError(f"--packing does not know models of the kind {kind!r} (known: {listed(causal)})")
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None and getattr(model.config, "use_sliding_window", True) and length > window:
+        raise UserError(
+            f"--packing: this model's attention reaches {window} tokens back, and max_length is {length}: give "
+            f"--max-length {window}"
+        )

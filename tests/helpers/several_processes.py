@@ -1,0 +1,59 @@
+"""Some processes that share a run, without torchrun: forks of this one, which has imported everything already."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pf2lora.engines.processes import Processes, current
+
+PATIENCE = 60  # seconds that they wait for each other
+
+
+def in_processes(size: int, work: Callable[[Processes], Any]) -> list[Any]:
+    """What `work` returns in each of `size` processes; an AssertionError where one of them fails."""
+    codes, found = started(size, work)
+    assert codes == [0] * size, f"exit codes {codes}"
+    return found
+
+
+def started(size: int, work: Callable[[Processes], Any]) -> tuple[list[int], list[Any]]:
+    """The exit code of each process (minus the signal that ended it), and what `work` returned there or None."""
+    with tempfile.TemporaryDirectory() as place:
+        children = []
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                os._exit(in_one(rank, size, work, Path(place)))
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        answers = [Path(place) / f"answer-{rank}" for rank in range(size)]
+        return codes, [pickle.loads(file.read_bytes()) if file.exists() else None for file in answers]
+
+
+def in_one(rank: int, size: int, work: Callable[[Processes], Any], place: Path) -> int:
+    """One of the processes: joins the others, works, and writes its answer down."""
+    try:
+        signal.alarm(2 * PATIENCE)
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(place / "store"), size)
+        wait = timedelta(seconds=PATIENCE)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+        answer = work(current())
+        (place / f"answer-{rank}").write_bytes(pickle.dumps(answer))
+        dist.barrier()
+        return 0
+    except BaseException:
+        print(f"process {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+        return 9
