@@ -71,7 +71,8 @@ class Deployment:
             self.last[name] = Kept.holding(name, done.number, self.judge(*models).cpu(), models)
             self.best.take_better(self.last[name])
         if common is not None:
-            self.offer_common(common, self.last.get(COMMON, self.last[SERVED]).mean_losses())
+            losses = self.last.get(COMMON, self.last[SERVED]).mean_losses()
+            self.offer_common(common, torch.tensor(self.trial.share.everyone(losses.tolist())))
         return self.last[SERVED].mean_losses()
 
     def choose(self) -> None:

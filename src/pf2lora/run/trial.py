@@ -81,7 +81,7 @@ def run(
 
     def stepped(step: Step) -> None:
         watched.steps.add(step)
-        on_step(step.clients)
+        on_step(step.clients * len(trial.names) // len(trial.source.clients))  # other processes' beside them
 
     costs.start_memory_count(workload.device)
     for done in train(
@@ -95,6 +95,7 @@ def run(
         graphs=config.model.graphs,
         judges=partial(sampled_judge, trial) if watched.deployment else None,
         after=after,
+        share=trial.learners,
     ):
         started = time.perf_counter()
         records, last = round_records(trial, done, measured_rounds, watched)
@@ -122,13 +123,17 @@ def round_records(
     last = done.number == trial.schedule.rounds
     if done.number not in measured_rounds:
         return records, last
-    served = models_in_use(trial, done.served, done.number)
-    offered = dict(candidates(trial, done, served))
+    with trial.share.processes.together():
+        served = models_in_use(trial, done.served, done.number)
+        offered = dict(candidates(trial, done, served))
+        if watched.deployment is not None:
+            watched.deployment.look(done, offered)
     losses: Numbers | None = None
     deployment = watched.deployment
     if deployment is not None:
-        common = common_vectors(trial, done) if trial.method.federated or trial.method.pooled else None
-        found = deployment.look(done, offered, common)
+        found = deployment.shared_losses()
+        if trial.method.federated or trial.method.pooled:
+            deployment.offer_common(common_vectors(trial, done), found)
         losses = finite_numbers(found.tolist())
         last = last or watched.stopper.enough(found)
     points = ROUND_POINTS if trial.workload.config.training.evaluate_before else (SERVED,)
