@@ -10,7 +10,7 @@ import torch
 from tiny import Problem, regression_problem
 from torch import Tensor
 
-from pf2lora.adapters.two_level import factor_entries
+from pf2lora.adapters.first_state import factor_entries
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import State
 from pf2lora.methods.pf2lora import PF2LoRA

@@ -22,7 +22,8 @@ from transformers import (
     RobertaConfig,
 )
 
-from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel, factor_entries
+from pf2lora.adapters.first_state import factor_entries
+from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
 from pf2lora.core.layout import NO_LAYOUT, Entry, Layout
 from pf2lora.core.method import Loss, Method
 from pf2lora.engines.batches import Batch, BatchSource, Encoded, EncodedSource, batch_rows

@@ -14,7 +14,7 @@ from tiny import Problem, RegressionSource
 from torch import Tensor
 
 import pf2lora
-from pf2lora.adapters.two_level import factor_entries
+from pf2lora.adapters.first_state import factor_entries
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Judge
 from pf2lora.engines.bad_clients import Diverged

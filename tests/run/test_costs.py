@@ -15,7 +15,7 @@ from little_world import FILLING, World, make_world, write_jsonl
 from tiny import tiny_two_level
 
 import pf2lora
-from pf2lora.adapters.two_level import factor_entries
+from pf2lora.adapters.first_state import factor_entries
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Method, Surroundings, moved, take
 from pf2lora.methods import METHODS

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import regression_problem, tiny_data
 
-from pf2lora.adapters.two_level import factor_entries
+from pf2lora.adapters.first_state import factor_entries
 from pf2lora.core.layout import Layout
 from pf2lora.engines.batches import EncodedSource
 from pf2lora.engines.steps import Step

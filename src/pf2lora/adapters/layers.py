@@ -43,6 +43,7 @@ class Adapted(nn.Module):
         self.shares_input_with: list[
             Adapted
         ] = []  # the layer that gets the same input next (a list: it is no submodule)
+        self.hands_over = True  # whether it computes what that layer needs of the input, too
         self.handed: tuple[Tensor, Tensor] | None = (
             None  # an input, and what the layer before made of it for us
         )
@@ -85,7 +86,7 @@ class Adapted(nn.Module):
         if self.key is not None and self.spec.dropout:
             mask = keep_mask(self.key, self.number, u.shape, self.spec.dropout)
             grouped = grouped * mask.view_as(grouped).to(u.dtype) / (1 - self.spec.dropout)
-        if not self.shares_input_with or self.shares_input_with[0].factors is None:
+        if not (self.shares_input_with and self.hands_over) or self.shares_input_with[0].factors is None:
             return grouped @ self.factors[0].mT
         both = grouped @ torch.cat([self.factors[0], self.shares_input_with[0].factors[0]], dim=1).mT
         self.shares_input_with[0].handed = u, both[..., rank:]
@@ -124,6 +125,14 @@ class ClientLinear(nn.Module):
         if self.bias is not None:
             out = out + self.bias.unsqueeze(1)
         return out.view(*u.shape[:-1], out.shape[-1])
+
+
+def aligned(block: Tensor, dim: int) -> Tensor:
+    """The rank filled up with zeros to a multiple of 8 on a CUDA device in 16 bits, whose fast products need that."""
+    missing = -block.shape[dim] % 8
+    if not missing or block.device.type != "cuda" or block.element_size() != 2:
+        return block
+    return pad(block, (0, missing) if dim == -1 else (0, 0, 0, missing))
 
 
 def sizes(layer: nn.Module) -> tuple[int, int]:

@@ -7,7 +7,6 @@ as (M, b·T, n) and multiplies it with the stacked adapters.
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -28,11 +27,13 @@ from pf2lora.adapters.architectures import (
     stack_relative_positions,
 )
 from pf2lora.adapters.base_model import fresh_parameters
-from pf2lora.adapters.layers import Adapted, ClientLinear, Part, sizes
+from pf2lora.adapters.first_state import factor_entries, first_values
+from pf2lora.adapters.layer_passes import set_passes, stacked_layers
+from pf2lora.adapters.layers import Adapted, ClientLinear, Part, aligned, sizes
 from pf2lora.adapters.output_layer import output_layer, target_losses
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.core.factors import down, up
-from pf2lora.core.layout import Entry, Kind, Layout
+from pf2lora.core.layout import Entry, Layout
 from pf2lora.core.randomness import generator
 from pf2lora.core.second_order import is_differentiated_twice
 from pf2lora.errors import UserError
@@ -55,6 +56,7 @@ class TwoLevelModel:
         self.common_layout, self.personal_layout = self._layouts()
         self.output_layer = output_layer(model)  # None: the model's loss is made of all its logits
         self.compiled: dict[nn.Module, Callable[..., Any]] = {}
+        self.repeats_layers = self.compiles_layers = False
 
     def _inject(self, targets: list[str]) -> dict[str, Adapted]:
         adapted: dict[str, Adapted] = {}
@@ -199,9 +201,27 @@ class TwoLevelModel:
             return run(attention_mask=mask, **inputs)
 
     def compile(self) -> None:
-        """Let torch compile the model's passes: fused kernels, after some seconds for each shape of a batch."""
-        passes = {self.model, self.model.base_model}
-        self.compiled = {module: torch.compile(module, dynamic=False) for module in passes}
+        """Let torch compile the passes: fused kernels, after some seconds for each shape of a batch. Of a language
+        model, which may be deep, one layer is compiled for all."""
+        if self.architecture.attention == "causal":
+            self.compiles_layers = True
+            self._set_passes()
+        else:
+            self.compiled = {self.model: torch.compile(self.model, dynamic=False)}
+
+    def repeat_layers(self, on: bool = True) -> None:
+        """Activation checkpointing: layers keep their input alone and are run again for a gradient. The same numbers,
+        for up to a third more arithmetic; where a gradient is differentiated again, layers keep everything."""
+        self.repeats_layers = on
+        self._set_passes()
+
+    def _set_passes(self) -> None:
+        for layer in stacked_layers(self.model, self.adapted):
+            set_passes(layer, repeated=self.repeats_layers, compiled=self.compiles_layers)
+        for (
+            layer
+        ) in self.adapted.values():  # what a layer hands to another is beyond a compiler that repeats it
+            layer.hands_over = not (self.repeats_layers and (self.compiles_layers or self.compiled))
 
     @contextmanager
     def bound(self, common: Tensor, personal: Tensor, key: Tensor | None = None) -> Iterator[PreTrainedModel]:
@@ -257,6 +277,8 @@ class TwoLevelModel:
     def remove(self) -> None:
         """Give the base model its own layers back, so that it can be adapted anew."""
         self.unbind()
+        self.compiles_layers = self.repeats_layers = False
+        self._set_passes()
         layers: dict[str, Adapted | ClientLinear] = {**self.adapted, **self.heads}
         for name, layer in layers.items():
             self.model.set_submodule(name, layer.base)
@@ -270,37 +292,6 @@ class TwoLevelModel:
     def layer_names(self) -> list[str]:
         """The adapted parts, in the order of the layouts: equal shapes together, within them as in the model."""
         return [e.module for e in self.common_layout.entries if e.kind == "A"]
-
-
-def aligned(block: Tensor, dim: int) -> Tensor:
-    """The rank filled up with zeros to a multiple of 8 on a CUDA device in 16 bits, whose fast products need that."""
-    missing = -block.shape[dim] % 8
-    if not missing or block.device.type != "cuda" or block.element_size() != 2:
-        return block
-    return pad(block, (0, missing) if dim == -1 else (0, 0, 0, missing))
-
-
-def factor_entries(shapes: Mapping[str, tuple[int, int]], down: Kind, up: Kind, rank: int) -> list[Entry]:
-    """The factors of layers `(m, n)`: equal shapes side by side, all of one kind before the other."""
-    order = list(dict.fromkeys(shapes.values()))
-    names = sorted(shapes, key=lambda name: order.index(shapes[name]))
-    return [Entry(name, down, (rank, shapes[name][1])) for name in names] + [
-        Entry(name, up, (shapes[name][0], rank)) for name in names
-    ]
-
-
-def first_values(
-    entry: Entry, random: torch.Generator, heads: Mapping[str, Tensor], deviation: float
-) -> Tensor:
-    """A and C Kaiming-uniform with a = √5, as LoRA does: uniform in ±1/√n; B and D zero; a new head normal."""
-    if entry.name in heads:
-        return heads[entry.name].detach().cpu().flatten()
-    if entry.kind in ("B", "D") or entry.parameter == "bias":
-        return torch.zeros(entry.size)
-    if entry.kind == "head":
-        return torch.randn(entry.size, generator=random) * deviation
-    bound = 1 / math.sqrt(entry.shape[1])
-    return (torch.rand(entry.size, generator=random) * 2 - 1) * bound
 
 
 def split_parts(name: str, base: nn.Module, architecture: Architecture) -> list[Part]:

@@ -34,6 +34,7 @@ from pf2lora.tasks.settings import TaskSettings
 
 Value = str | int | float | bool | list[str]
 PRECISIONS = ("float32", "bfloat16")
+CHECKPOINTING = ("auto", "on", "off")
 KEPT = ("best", "last")
 
 
@@ -48,10 +49,16 @@ class ModelSettings:
         False, "compile the model: faster steps after about a minute, for long runs on CUDA"
     )
     graphs: bool = setting(True, "on CUDA, record a local step once and replay it")
+    checkpointing: str = setting(
+        "auto",
+        "layers keep their input alone and are run again for the gradient: on, off, or auto: where memory would not do",
+    )
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS)
+        if self.checkpointing not in CHECKPOINTING:
+            raise unknown("checkpointing", self.checkpointing, CHECKPOINTING)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from pf2lora.run.workload import Workload
 JUDGED_OTHERWISE = {  # settings that are not compared as they are written
     "output": None,  # where it goes and what is said of it changes no number
     "data": None,  # the rows themselves are compared
-    "model": ("name", "device"),  # the weights themselves are; the device that was found is
+    # The weights themselves are, and the device that was found; layers that are run again give the same numbers.
+    "model": ("name", "device", "checkpointing"),
     "training": ("method", "rounds", "evaluate_every", "clients_per_pass"),
 }
 

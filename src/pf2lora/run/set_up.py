@@ -93,6 +93,8 @@ def set_up(
     try:
         if config.model.compile and compiled:
             model.compile()
+        if config.model.checkpointing == "on":
+            model.repeat_layers()
         names = ["pooled"] if kind.pooled else workload.names
         clients = len(names) if kind.pooled else len(whole.clients)
         positions = (0,) if kind.pooled else share.here
