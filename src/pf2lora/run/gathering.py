@@ -17,6 +17,7 @@ from pf2lora.run.result import Choice
 from pf2lora.run.set_up import Trial
 from pf2lora.tasks.base import Example
 
+
 def measure_all(trial: Trial, models: Models, *, final: bool = False) -> Measured:
     """Every learner of the run on its client's test data, each by the process that has it."""
     share = trial.share
@@ -25,17 +26,18 @@ def measure_all(trial: Trial, models: Models, *, final: bool = False) -> Measure
     if share.processes.alone:
         return found
     share_notes(trial)
-    resampled = [None if values is None else values.tolist() for values in found.resampled]
-    told = share.processes.gather([found.scores, found.examples, resampled, found.confusion])
-    scores, examples, resampled, confusion = zip(*told)
+    drawn = [None if values is None else values.tolist() for values in found.resampled]
+    told = share.processes.gather([found.scores, found.examples, drawn, found.confusion])
+
+    def everyones(part: int) -> list[Any]:
+        return share.in_order([of_process[part] for of_process in told])
+
+    examples = ([Example(p, tuple(r), o, *at) for p, r, o, *at in client] for client in everyones(1))
     return Measured(
-        {metric: share.in_order([part[metric] for part in scores]) for metric in found.scores},
-        [
-            [Example(p, tuple(r), o, *at) for p, r, o, *at in client]
-            for client in share.in_order(examples)
-        ],
-        [None if v is None else np.array(v) for v in share.in_order(resampled)] if resampled[0] else [],
-        share.in_order(confusion) if confusion[0] else [],
+        {metric: share.in_order([of_process[0][metric] for of_process in told]) for metric in found.scores},
+        list(examples),
+        [None if values is None else np.array(values) for values in everyones(2)] if drawn else [],
+        everyones(3) if found.confusion else [],
     )
 
 
@@ -62,7 +64,7 @@ def rows_at_first(trial: Trial, own: Tensor) -> Tensor:
     parts = [share.processes.to_first(rank, own) for rank in range(share.processes.size)]
     if not share.processes.first:
         return own
-    return torch.stack(share.in_order([part.cpu() for part in parts if part is not None]))
+    return torch.stack(share.in_order([list(part.cpu()) for part in parts if part is not None]))
 
 
 def largest(trial: Trial, value: int | None) -> int | None:

@@ -133,9 +133,7 @@ def set_up(
         model.remove()
         raise
     loss = partial(workload.task.loss, model)
-    return Trial(
-        workload, seeds, model, method, loss, source, state, schedule, of_run=whole, shared=share
-    )
+    return Trial(workload, seeds, model, method, loss, source, state, schedule, of_run=whole, shared=share)
 
 
 def method_table(config: Config, name: str) -> dict[str, Any]:

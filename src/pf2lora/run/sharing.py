@@ -44,8 +44,7 @@ def part_of(workload: Workload, share: Share) -> Workload:
         return workload
     here = share.here
     validation, sample = (
-        None if part is None else part.of(here)
-        for part in (workload.validation, workload.validation_sample)
+        None if part is None else part.of(here) for part in (workload.validation, workload.validation_sample)
     )
     return replace(
         workload,
