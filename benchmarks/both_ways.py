@@ -148,10 +148,11 @@ def time_plain(work: Workload, way: Way, count: int, options: argparse.Namespace
         whole = milliseconds(run, work.device, options.repeat, warm_up=lambda: step(*sets[0]))
         return whole / len(sets)
 
-    ms = statistics.mean(of_client(k) for k in range(count))
-    peak = peak_gb(work.device)
-    end_plain(work, loop)
-    return Timed(ms, peak, count)
+    try:
+        ms = statistics.mean(of_client(k) for k in range(count))
+        return Timed(ms, peak_gb(work.device), count)
+    finally:
+        end_plain(work, loop)
 
 
 def time_ours(work: Workload, way: Way, clients: int, options: argparse.Namespace) -> Timed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,19 +12,19 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
     GPT2Config,
+    LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     RobertaConfig,
 )
-from transformers.pytorch_utils import Conv1D
 
+from pf2lora.adapters.layers import Projection, sizes
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.method import State, moved
 from pf2lora.data.client import Client
@@ -37,6 +38,7 @@ from pf2lora.tasks.generation.task import Generation
 
 LABELS = ["0", "1"]
 SEED = 0
+CAUSAL = GPT2Config, LlamaConfig
 CLIENT_LR = 0.03  # fixed: what is timed is the paper's step
 
 
@@ -44,17 +46,19 @@ CLIENT_LR = 0.03  # fixed: what is timed is the paper's step
 class Shape:
     """A model, `batch` rows a step and client, of `length` tokens each, or of varied lengths up to that.
 
-    GPT-2 is trained on the causal language-model loss, the encoders on classifying sequences.
+    GPT-2 and Llama are trained on the causal language-model loss, the encoders on classifying sequences. The weights
+    are drawn in `dtype`: a large model has no room for anything but its own precision.
     """
 
     config: PretrainedConfig
     batch: int = 16
     length: int = 128
     varied: bool = False
+    dtype: torch.dtype = torch.float32
 
     @property
     def causal(self) -> bool:
-        return isinstance(self.config, GPT2Config)
+        return isinstance(self.config, CAUSAL)
 
 
 def encoder(
@@ -88,15 +92,36 @@ def decoder(
     )
 
 
+def llama(
+    width: int, layers: int, heads: int, key_heads: int, inner: int, vocabulary: int, *, tied: bool
+) -> PretrainedConfig:
+    return LlamaConfig(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+        max_position_embeddings=8192,
+        tie_word_embeddings=tied,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
 SHAPES: dict[str, Shape] = {
     "roberta-base": Shape(encoder(768, 12, 12, 50265)),
     "roberta-large": Shape(encoder(1024, 24, 16, 50265)),
     "gpt2-medium": Shape(decoder(1024, 24, 16, 50257), batch=4),
     "gpt2-xl": Shape(decoder(1600, 48, 25, 50257), batch=4),
+    "llama-1.2b": Shape(llama(2048, 16, 32, 8, 8192, 128256, tied=True), 4, 512, dtype=torch.bfloat16),
+    "llama-8b": Shape(llama(4096, 32, 32, 8, 14336, 128256, tied=False), 2, 1024, dtype=torch.bfloat16),
     "minilm": Shape(encoder(384, 6, 12, 30522, BertConfig), varied=True),
     # Wider weights, as a narrow model needs them for its outputs to depend on its adapters at all.
     "small-roberta": Shape(encoder(32, 2, 2, 100, deviation=0.3), batch=2, length=8),
     "small-gpt2": Shape(decoder(32, 2, 2, 100, deviation=0.3), batch=2, length=8),
+    "small-llama": Shape(llama(32, 2, 4, 2, 64, 100, tied=False), batch=2, length=8),
 }
 
 
@@ -127,11 +152,13 @@ def random_rows(shape: Shape, clients: int, rows: int) -> Encoded:
 
 
 def random_model(shape: Shape, device: torch.device) -> PreTrainedModel:
-    """The model in float32, its weights drawn where it lives: a large one is slow to draw on a host."""
+    """The model in the shape's precision, its weights drawn where it lives: a large one is slow to draw on a host."""
     torch.manual_seed(0)
     kind = AutoModelForCausalLM if shape.causal else AutoModelForSequenceClassification
     with device:
-        model: PreTrainedModel = kind.from_config(copy.deepcopy(shape.config), attn_implementation="sdpa")
+        model: PreTrainedModel = kind.from_config(
+            copy.deepcopy(shape.config), attn_implementation="sdpa", dtype=shape.dtype
+        )
     return model.eval()
 
 
@@ -139,7 +166,8 @@ class Workload:
     """A frozen model on a device and the clients that train on it."""
 
     def __init__(self, shape: Shape, clients: int, device: torch.device, *, rows: int) -> None:
-        self.shape, self.device, self.precision = shape, device, "float32"
+        self.shape, self.device = shape, device
+        self.precision = next(name for name, dtype in DTYPES.items() if dtype == shape.dtype)
         self.base = random_model(shape, device)
         words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
@@ -208,23 +236,25 @@ def necessary_flops(model: TwoLevelModel, batches: list[Batch], hypergradient: s
     """The arithmetic that one step of all clients cannot do without, padding left out.
 
     One gradient of a row of t tokens: 2·W·t operations forward and as many backward (by the activations only: W is
-    frozen) for the W weights of the linear layers that see every token, GPT-2's output layer among them, less the first
+    frozen) for the W weights of the linear layers that see every token, an output layer among them, less the first
     layer's q, k and v backward, below which nothing is trained; attention's two products of 2·t·t·d (half of that if
     causal) in each layer, three times over (forward, and backward by either side); the adapters' 2·P·t for their P
     weights, three times over as well. A classifier or pooler sees one token of a row and is left out, under 0.1%.
     """
     config = model.model.config
     frozen = sum(
-        module.weight.numel()
+        math.prod(sizes(module))
         for name, module in model.model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and "classifier" not in name and "pooler" not in name
+        if isinstance(module, Projection) and "classifier" not in name and "pooler" not in name
     )
     adapters = model.common_layout.adapter_size + model.personal_layout.size
-    seen = 0.5 if isinstance(config, GPT2Config) else 1.0
+    seen = 0.5 if isinstance(config, CAUSAL) else 1.0
     lengths = torch.cat([batch.tensors["attention_mask"].sum(1) for batch in batches]).double()
     tokens = float(lengths.sum()) / len(batches)
     pairs = float(lengths.square().sum()) / len(batches) * seen
     attention = config.num_hidden_layers * 4 * pairs * config.hidden_size
     linear, bilinear = GRADIENTS[hypergradient]
-    products = 2 * frozen + 2 * (frozen - 3 * config.hidden_size**2)
+    heads = config.num_attention_heads  # and as many keys and values, or fewer
+    outputs = 1 + 2 * getattr(config, "num_key_value_heads", heads) / heads
+    products = 2 * frozen + 2 * (frozen - outputs * config.hidden_size**2)
     return linear * products * tokens + bilinear * 3 * (attention + 2 * adapters * tokens)

@@ -82,3 +82,11 @@ def broken(begun: World, tmp_path: Path) -> Iterator[Path]:
 def no_java(monkeypatch: pytest.MonkeyPatch) -> None:
     """METEOR starts Java, which takes longer than a tiny run; tests of the scores themselves have it."""
     monkeypatch.setenv("PATH", "")
+
+
+@pytest.fixture(scope="session")
+def generation_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of a tiny language model; not to be changed."""
+    from serving import write_generation_run
+
+    return write_generation_run(tmp_path_factory.mktemp("generation"))

@@ -34,7 +34,7 @@ def scripts() -> dict[str, ModuleType]:
     """The scripts as modules, imported as `python benchmarks/step_time.py` finds them."""
     import importlib
 
-    names = ("shapes", "both_ways", "step_time", "clients_scale")
+    names = ("shapes", "both_ways", "step_time", "clients_scale", "llm_memory")
     sys.path.insert(0, str(BENCHMARKS))
     try:
         return {name: importlib.import_module(name) for name in names}
@@ -111,3 +111,21 @@ def test_clients_scale_measures_whole_rounds_and_draws_them(
     assert many["state_gb"] == pytest.approx(2 * few["state_gb"])
     assert many["host_gb"] >= many["host_before_gb"] and many["client_step_ms"] > 0
     assert figure.with_suffix(".svg").stat().st_size and figure.with_suffix(".png").stat().st_size
+
+
+def test_language_models_memory_has_a_row_for_each_case(
+    scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layers that are run again change no loss, fewer bits do; a row that fails says so, and the next one begins."""
+    file = tmp_path / "rows.jsonl"
+    options = ["--tiny", "--models", "small-llama", "--clients", "2", "--repeat", "1", "--json", str(file)]
+    options += ["--per-pass", "1"]
+    rows = scripts["llm_memory"].main(options)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == rows
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"] == rows
+    kinds = [(r["method"], r["base"], r["checkpointing"], r["plain"], r["clients_per_pass"]) for r in rows]
+    assert len(rows) == len(set(kinds)) == 10 and not any("error" in r for r in rows)
+    assert all(r["ms"] > 0 and r["share"] > 0 for r in rows)
+    losses = {kind: r.get("first_loss") for kind, r in zip(kinds, rows)}
+    again, kept = (losses["pf2lora", "float32", how, False, 2] for how in ("on", "off"))
+    assert again == kept != losses["pf2lora", "nf4", "on", False, 2]

@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import loading
 import pytest
 from loading import load_clients
+from rich.console import Console
+from tiny_tasks import write_generation_task, write_question_task
 from typer.testing import CliRunner
 
 from pf2lora.cli.data import app
+from pf2lora.cli.example import print_example
 from pf2lora.cli.options import spread_lists
 from pf2lora.data import summary as summaries
 from pf2lora.data.client import Client
 from pf2lora.data.summary import Summary
 from pf2lora.errors import UserError
+from pf2lora.tasks.base import Shown
 from pf2lora.tasks.classification.rows import TextRow
 
 Settings = dict[str, Any]
@@ -258,3 +263,48 @@ def test_summary_joins_rare_labels() -> None:
     few = summarize([client("x", "aaabbbbcdd"), client("y", "e")]).with_most(3)
     assert few.labels == ["a", "b", "other (3)"]
     assert few.train.tolist() == [[3, 4, 3], [0, 0, 1]]
+
+
+# --- a row as the model sees it ----------------------------------------------------------------------------
+
+
+def test_a_row_as_the_model_sees_it(tmp_path: Path) -> None:
+    """For every task: what the model is to find stands between marks in a pipe, and the label below."""
+    model, files = write_generation_task(tmp_path / "generation", ["north", "south"])
+    given = ["--task", "generation", "--clients", *map(str, files), "--model", str(model)]
+    out = invoke(*given, "--client", "south", "--example", "2")
+    row = loading.load_clients(files, task="generation")[1].train[1]
+    letters = "·".join
+    target = f" {row.targets[0]}"
+    assert f"\n{letters(row.prompt)}·<|endoftext|>·«{letters(target)}·<|endoftext|>»\n" in out
+    length = len(row.prompt) + 1 + len(target) + 1
+    assert f"loss on {len(target) + 1} of {length} tokens" in out and "south, row 2, as" in out
+    model, files = write_question_task(tmp_path / "questions", ["north", "south"])
+    given = ["--task", "question-answering", "--clients", *map(str, files), "--model", str(model)]
+    rows = loading.load_clients(files, task="question-answering")[0].train
+    answered = next(i for i, row in enumerate(rows) if row.answers)
+    out = invoke(*given, "--example", str(answered + 1))
+    assert f"·«{rows[answered].answers[0]}»·" in out and f"answer: {rows[answered].answers[0]}" in out
+    silent = next(i for i, row in enumerate(rows) if not row.answers)
+    assert "\n«[CLS]»·where·is" in invoke(*given, "--example", str(silent + 1))
+
+
+def test_in_colour_on_a_terminal(capsys: Any) -> None:
+    shown = Shown(["[red]", "a\n", "\x1b[2J", " b"], [False, False, True, True], "label: \x07")
+    for terminal, found in (
+        (True, "\x1b[1;32m\\x1b[2J· b\x1b[0m"),
+        (False, "[red]·a⏎\n·«\\x1b[2J· b»\nlabel: \\x07\n"),
+    ):
+        print_example(shown, Console(force_terminal=terminal, color_system="standard" if terminal else None))
+        out = capsys.readouterr().out
+        assert found in out and ("«" in out) != terminal
+
+
+def test_rows_that_are_not_there(files: Path, tmp_path: Path) -> None:
+    model, _ = write_question_task(tmp_path / "questions", ["north"])
+    for args, message in (
+        (["--client", "nrth"], "no client 'nrth'; the clients: north, south, west"),
+        (["--example", "100"], "client 'north' has 26 training rows, and no row 100"),
+    ):
+        with pytest.raises(UserError, match=message):
+            invoke("--clients", str(files), "--model", str(model), *args)

@@ -25,6 +25,7 @@ from pf2lora.federation.protocol.site_setup import read_site_file
 from pf2lora.run.config import from_dict, setting_names
 from pf2lora.run.result import Result, RoundRecord, SeedRun, from_json
 from pf2lora.run.set_up import method_table
+from pf2lora.serve.access import read_tokens
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -69,6 +70,8 @@ def test_toml_is_read_by_whatever_reads_such_a_file(block: Block, tmp_path: Path
         read_site_file(file)
     elif "min_rows" in values:
         read_policy(file)
+    elif any("token" in table for table in values.values() if isinstance(table, dict)):
+        read_tokens(file, ["common", "base", "north", "south"])
     elif "project" in values:
         assert {f"pf2lora.{what}" for what in ("methods", "tasks")} >= set(values["project"]["entry-points"])
     else:

@@ -22,7 +22,7 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 
 from pf2lora.cli.federation import app
 from pf2lora.errors import UserError
-from pf2lora.federation.flare import doctor, processes
+from pf2lora.federation.flare import doctor, processes, reach
 from pf2lora.federation.flare.provision import Project, provision
 from pf2lora.federation.protocol import checkup
 from pf2lora.federation.protocol.checkup import Check, examine, free_space
@@ -145,6 +145,43 @@ def test_an_unknown_host_is_named(kit: Path) -> None:
     file.write_text(file.read_text().replace("localhost:", "nowhere.invalid:"))
     with pytest.raises(UserError, match=r"no address is known for 'nowhere\.invalid'"):
         doctor.server(processes.read_kit(kit), [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        (b"HTTP/1.1 403 Forbidden\r\n\r\n", r"does not let localhost:\d+ through \(HTTP/1.1 403 Forbidden\)"),
+        (b"", "no answer"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", ""),
+    ],
+)
+def test_the_way_leads_through_the_proxy_that_grpc_would_take(
+    kit: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, line: str
+) -> None:
+    heard: list[bytes] = []
+
+    def serve() -> None:
+        raw, _ = listener.accept()
+        with raw:
+            heard.append(raw.recv(4096))
+            raw.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "")
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        if line:
+            with pytest.raises(UserError, match=line):
+                reach.connected("localhost", 18999)
+        else:
+            reach.connected("localhost", 18999).close()
+        thread.join()
+    assert heard[0].startswith(b"CONNECT localhost:18999 HTTP/1.1\r\n")
+    with pytest.raises(UserError, match="cannot be reached"):
+        reach.connected("localhost", 18999)
+    monkeypatch.setenv("no_proxy", "example.org, *host")
+    assert reach.proxy_for("localhost") is None and reach.proxy_for("example.com") is not None
 
 
 def test_certificates_and_keys(root: Path, kit: Path) -> None:

@@ -66,6 +66,8 @@ OTHERS: dict[str, Any] = {  # a value other than the default for every setting
     "seeds": 2,
     "device": "cpu",
     "precision": "bfloat16",
+    "checkpointing": "on",
+    "quantization": "nf4",
     "title": "a title",
     "out": "some/folder",
     "trackers": ("mlflow", "wandb"),

@@ -40,7 +40,8 @@ def test_rows_are_shown_as_the_model_sees_them(world: World) -> None:
     workload = load_workload(config_of(world))
     words = workload.clients[0].train[0].text.split()
     first, second = plan(workload.config, workload).examples
-    assert first == " ".join(["[CLS]", *words, "[SEP]"]) and second != first
+    assert first.tokens == ["[CLS]", *words, "[SEP]"] and second != first
+    assert first.about == f"label: {workload.clients[0].train[0].label}"
 
 
 def test_every_problem_is_told_at_once(world: World, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
+from pf2lora.adapters.quantised import QuantisedLinear
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.core.randomness import keep_mask
+
+Projection = nn.Linear | Conv1D | QuantisedLinear
+"""The linear layers that can be adapted."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,7 @@ class Part:
 class Adapted(nn.Module):
     """A frozen linear layer plus the stacked adapters that `TwoLevelModel` binds for each pass."""
 
-    def __init__(
-        self, base: nn.Linear | Conv1D, parts: Sequence[Part], spec: AdapterSpec, number: int
-    ) -> None:
+    def __init__(self, base: Projection, parts: Sequence[Part], spec: AdapterSpec, number: int) -> None:
         super().__init__()
         self.base = base
         self.parts = tuple(parts)
@@ -135,7 +137,19 @@ def aligned(block: Tensor, dim: int) -> Tensor:
     return pad(block, (0, missing) if dim == -1 else (0, 0, 0, missing))
 
 
-def sizes(layer: nn.Module) -> tuple[int, int]:
+def sizes(layer: Projection) -> tuple[int, int]:
     """The input and output size of a linear layer; GPT-2's Conv1D keeps its weight transposed."""
-    rows, columns = layer.weight.shape  # type: ignore[misc]
-    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
+    if not isinstance(layer, Conv1D):
+        return layer.in_features, layer.out_features
+    rows, columns = layer.weight.shape
+    return rows, columns
+
+
+def is_transposed(layer: Projection) -> bool:
+    """Whether the checkpoint has its weight as `(in, out)`."""
+    return layer.transposed if isinstance(layer, QuantisedLinear) else isinstance(layer, Conv1D)
+
+
+def precision(layer: Projection) -> torch.dtype:
+    """What it computes in."""
+    return layer.dtype if isinstance(layer, QuantisedLinear) else layer.weight.dtype

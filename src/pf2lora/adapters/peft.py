@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
-from transformers.pytorch_utils import Conv1D
 
 from pf2lora.adapters.base_model import fresh_parameters
-from pf2lora.adapters.layers import Adapted
+from pf2lora.adapters.layers import Adapted, is_transposed
+from pf2lora.adapters.quantised import dequantise
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.atomic import make_folder, write_bytes, write_json, writing
 from pf2lora.core.factors import down, up
@@ -114,7 +114,7 @@ def peft_config(
     """adapter_config.json. The scaling is inside B', so lora_alpha equals the rank."""
     rank = max(ranks.values())
     smaller = {name: r for name, r in ranks.items() if r != rank}  # beside GPT-2's fused projections
-    conv = any(isinstance(layer.base, Conv1D) for layer in model.adapted.values())
+    conv = any(is_transposed(layer.base) for layer in model.adapted.values())
     return {
         "peft_type": "LORA",
         "task_type": peft_type,
@@ -134,14 +134,16 @@ def peft_config(
 
 @torch.no_grad()
 def merged_state(model: TwoLevelModel, common: Tensor, personal: Tensor) -> dict[str, Tensor]:
-    """The base model's own parameters with one client's adapter added and its head put in."""
+    """The base model's own parameters with one client's adapter added and its head put in. A quantised base, which
+    the adapter was trained on as it is rounded, becomes an ordinary one of the same numbers."""
+    dequantise(model.model)
     shared, own = one_client(model, common, personal)
     state = {name.replace(".base.", "."): t.clone() for name, t in model.model.state_dict().items()}
     for name, layer in model.adapted.items():
         A, B = combined(layer, shared, own)
         delta = B @ A
         weight = state[f"{name}.weight"]
-        wide = weight.float().cpu() + (delta.T if isinstance(layer.base, Conv1D) else delta)
+        wide = weight.float().cpu() + (delta.T if is_transposed(layer.base) else delta)
         state[f"{name}.weight"] = wide.to(weight.dtype)
     return state | whole_tensors(model, shared)
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from pf2lora.adapters.architectures import (
     ARCHITECTURES,
@@ -29,7 +28,7 @@ from pf2lora.adapters.architectures import (
 from pf2lora.adapters.base_model import fresh_parameters
 from pf2lora.adapters.first_state import factor_entries, first_values
 from pf2lora.adapters.layer_passes import set_passes, stacked_layers
-from pf2lora.adapters.layers import Adapted, ClientLinear, Part, aligned, sizes
+from pf2lora.adapters.layers import Adapted, ClientLinear, Part, Projection, aligned, precision, sizes
 from pf2lora.adapters.output_layer import output_layer, target_losses
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.core.factors import down, up
@@ -62,7 +61,7 @@ class TwoLevelModel:
         adapted: dict[str, Adapted] = {}
         for number, name in enumerate(targets):
             base = self.model.get_submodule(name)
-            assert isinstance(base, (nn.Linear, Conv1D))
+            assert isinstance(base, Projection)
             smallest = min(sizes(base))
             if self.spec.rank > smallest:
                 raise UserError(
@@ -286,7 +285,7 @@ class TwoLevelModel:
     @property
     def dtype(self) -> torch.dtype:
         """The base model's precision."""
-        return next(iter(self.adapted.values())).base.weight.dtype
+        return precision(next(iter(self.adapted.values())).base)
 
     @property
     def layer_names(self) -> list[str]:
@@ -295,6 +294,7 @@ class TwoLevelModel:
 
 
 def split_parts(name: str, base: nn.Module, architecture: Architecture) -> list[Part]:
+    assert isinstance(base, Projection)
     out = sizes(base)[1]
     if not (architecture.fused and any(name.endswith(t) for t in architecture.targets)):
         return [Part(name, 0, out)]
@@ -312,7 +312,7 @@ def find_targets(model: nn.Module, wanted: Sequence[str], architecture: Architec
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and name.split(".")[0] not in head
+        if isinstance(module, Projection) and name.split(".")[0] not in head
     ]
     patterns = list(wanted) or list(architecture.targets)
     found = [n for n in linear if any(matches(n, p) for p in patterns)]

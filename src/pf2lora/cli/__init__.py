@@ -15,6 +15,7 @@ from pf2lora.cli.options import ListCommand
 from pf2lora.cli.predict import predict
 from pf2lora.cli.push import push
 from pf2lora.cli.report import report
+from pf2lora.cli.serve import serve
 from pf2lora.cli.sweep import sweep
 from pf2lora.cli.train import compare, train
 from pf2lora.cli.use import evaluate, export, onboard
@@ -43,6 +44,7 @@ app.command(rich_help_panel="Use a run")(evaluate)
 app.command(rich_help_panel="Use a run")(onboard)
 app.command(rich_help_panel="Use a run")(export)
 app.command(rich_help_panel="Use a run")(push)
+app.command(rich_help_panel="Use a run")(serve)
 app.command(rich_help_panel="Use a run")(report)
 app.command(rich_help_panel="Look")(methods)
 app.add_typer(data.app, name="data", rich_help_panel="Look")

@@ -9,11 +9,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pf2lora.cli.options import WRITTEN, ListCommand, described
+from pf2lora.cli.options import WRITTEN, ListCommand, described, read_config
 from pf2lora.cli.text import safe
+from pf2lora.errors import UserError, listed
 
 if TYPE_CHECKING:
+    from pf2lora.data.client import Client
     from pf2lora.data.summary import Summary
+    from pf2lora.run.config import Config
 
 app = typer.Typer(help="Look at the data that each client gets.", no_args_is_help=True)
 
@@ -26,27 +29,36 @@ def data() -> None:
 @described
 def show(
     settings: dict[str, Any],
+    file: Path | None,
+    client: Annotated[
+        str | None, typer.Option("--client", help="Whose row is shown, with --model (default: the first's).")
+    ] = None,
+    example: Annotated[
+        int, typer.Option("--example", min=1, help="Which of its training rows is shown, with --model.")
+    ] = 1,
     figure: Annotated[
         Path | None, typer.Option("--figure", help="Draw it too: a .svg, .png or .pdf file.", **WRITTEN)
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the figure.")] = False,
 ) -> None:
-    """Print, and draw with --figure, what each client got: sizes and shares of labels, topics or categories."""
+    """Print, and draw with --figure, what each client got: sizes and shares of labels, topics or categories; with
+    --model, also a row as that model sees it: its tokens, and which of them it is to find."""
     from pf2lora.data.figure import check_figure_file, draw
     from pf2lora.data.loading import filled_in, load_clients
     from pf2lora.data.sharing import describe
     from pf2lora.data.summary import summarize
-    from pf2lora.run.config import from_settings
 
     if figure is not None:
         check_figure_file(figure, force)
-    config = from_settings(settings, "command line")
+    config = read_config(settings, file)
     notes: list[str] = []
     clients = load_clients(config.task, config.data, config.training.seed, notes=notes)
     titles = {name: dataset.title for name, dataset in config.task.datasets.items()}
     title = describe(filled_in(config.task, config.data), titles)
     summary = summarize(clients, config.task.partition_key)
     print_summary(summary, Console(), title, [len(client.validation) for client in clients])
+    if config.model.name:
+        notes += show_row(config, clients, client, example)
     for line in notes:
         Console().print(safe(line), highlight=False, style="dim")
     if figure is not None:
@@ -55,6 +67,28 @@ def show(
 
 
 app.command(cls=ListCommand, no_args_is_help=True)(show)
+
+
+def show_row(config: Config, clients: list[Client[Any]], name: str | None, number: int) -> list[str]:
+    """Print a training row as the model sees it; what its task has to say."""
+    from pf2lora.cli.example import print_example
+    from pf2lora.run.workload import build_task
+
+    found = next((c for c in clients if name in (None, c.name)), None)
+    if found is None:
+        raise UserError(f"there is no client {name!r}; the clients: {listed(c.name for c in clients)}")
+    if number > len(found.train):
+        raise UserError(f"client {found.name!r} has {len(found.train)} training rows, and no row {number}")
+    task = build_task(config, config.task.labels(clients))
+    shown = task.show(found.train[number - 1])
+    console = Console(highlight=False)
+    marks = "in colour" if console.is_terminal and not console.no_color else "between « and »"
+    what = f": what it is to find {marks}" if any(shown.marked) else ""
+    console.print(
+        f"\n[bold]{safe(found.name)}, row {number}, as {safe(config.model.name)} sees it[/bold]{what}"
+    )
+    print_example(shown, console)
+    return task.notes
 
 
 def print_summary(summary: Summary, console: Console, title: str, validation: list[int]) -> None:

@@ -28,8 +28,8 @@ def show_dry_run(config: Config, *checks: Callable[[], Any]) -> None:
 def planned_run(config: Config, *checks: Callable[[], Any]) -> tuple[Plan, Workload]:
     """Show what each client got and two rows as the model sees them, and time the methods."""
     from pf2lora.cli.data import print_summary
+    from pf2lora.cli.example import print_example
     from pf2lora.cli.show import console, quiet_libraries
-    from pf2lora.cli.text import safe
     from pf2lora.data.loading import filled_in
     from pf2lora.data.sharing import describe
     from pf2lora.data.summary import summarize
@@ -46,7 +46,7 @@ def planned_run(config: Config, *checks: Callable[[], Any]) -> tuple[Plan, Workl
     planned = plan(config, workload)
     console.print("\n[bold]Two rows as the model sees them[/bold]")
     for example in planned.examples:
-        console.print(safe(example), soft_wrap=True)
+        print_example(example, console)
     return planned, workload
 
 

@@ -32,15 +32,17 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue prompts with a client's model: one line of output for each prompt."""
+    from pf2lora.data.files import Record
     from pf2lora.tasks.generation.prompts import read_prompts
 
-    wanted = [*(prompts or []), *(read_prompts(file) if file else [])]
-    if not wanted:
+    lines, records = read_prompts(file) if file else ([], [])
+    lines = [*(prompts or []), *lines]
+    if not lines and not records:
         raise UserError("nothing to continue: give prompts, or --file with one prompt a line")
-    if any(not prompt.strip() for prompt in wanted):
+    if any(not line.strip() for line in lines):
         raise UserError("an empty prompt cannot be continued")
-    for prompt in wanted:
-        check_text(prompt, "the prompts")
+    for line in lines:
+        check_text(line, "the prompts")
     loaded = open_run(run, method, device, model)
     from pf2lora.tasks.generation.task import Generation
 
@@ -52,10 +54,12 @@ def generate(
         beams=beams or task.settings.beams,
         max_new_tokens=max_new_tokens or task.settings.max_new_tokens,
     )
+    typed = [Record(task.settings.typed(line), "the prompts", f"line {n}") for n, line in enumerate(lines, 1)]
+    rows = [row for part in (typed, records) if part for row in task.settings.questions(part, task.labels)]
     common, personal = loaded.client(client)
-    texts = task.generate(loaded.model, common, personal, [wanted])[0]
+    texts = task.generate(loaded.model, common, personal, [rows])[0]
     if as_json:
-        found = [{"prompt": prompt, "text": text} for prompt, text in zip(wanted, texts)]
+        found = [{"prompt": row.prompt, "text": text} for row, text in zip(rows, texts)]
         typer.echo(json.dumps(found, ensure_ascii=False))
         return
     for text in texts:

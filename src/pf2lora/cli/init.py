@@ -78,7 +78,7 @@ class Questions:
 
     def columns(self, task: Any, records: list[Any]) -> None:
         """The task's columns, as guessed from those that were named."""
-        from pf2lora.run.first_config import guessed_columns
+        from pf2lora.run.first_config import guessed_columns, in_every_file
 
         names = column_settings(type(task))
         besides = [c for c in (self.settings.get("client_column"),) if c]
@@ -92,8 +92,11 @@ class Questions:
                 typer.echo(f"  {one_line(error)}")
                 self.settings = {k: v for k, v in self.settings.items() if k not in names}
                 found = {}
+            if found and not named and not in_every_file(task, found, self.settings["clients"]):
+                typer.echo("files have columns of their own, which are found by their names")
+                return
             for name in names:
-                if name in found or (not found and name != "pair"):
+                if name in found or (not found and name not in ("pair", "messages")):
                     self.of(name, f"the column of the {name}", found.get(name), check=column_of(records))
             if found:
                 return

@@ -24,7 +24,7 @@ class Listed:
     summary: str
     sent: str
     personal: str
-    gradients_per_step: str
+    gradients_per_step: int
     parameters: list[str]  # what [methods.NAME] may hold
 
 
@@ -36,7 +36,8 @@ def listed(names: list[str]) -> list[Listed]:
         found.append(
             Listed(
                 *(name, kind.label, [own for own, members in SETS.items() if name in members]),
-                *(kind.summary, kind.sent_part, kind.personal_part, kind.gradients_per_step),
+                *(kind.summary, kind.sent_part, kind.personal_part),
+                gradients_per_step=kind.gradients_per_step,
                 parameters=list(kind.parameters()),
             )
         )
@@ -63,7 +64,7 @@ def methods(
     for title in ("method", "", "sends", "own", "gradients"):
         table.add_column(title, overflow="fold")
     for method in found:
-        about = (method.name, method.summary, method.sent, method.personal, method.gradients_per_step)
+        about = (method.name, method.summary, method.sent, method.personal, str(method.gradients_per_step))
         table.add_row(*map(safe, about))
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)

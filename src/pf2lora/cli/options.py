@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 from pf2lora.data.settings import PANELS as DATA_PANELS
 from pf2lora.errors import UserError
 from pf2lora.run import config as configs
-from pf2lora.run.config import Config
+from pf2lora.run.config import DEFAULT_TASK, Config
 from pf2lora.settings import column_settings, is_word, settings_of, types_of
 from pf2lora.tasks import TASKS
 from pf2lora.tasks.settings import TaskSettings
@@ -52,7 +52,7 @@ class Choice:
     @property
     def flags(self) -> list[str]:
         long = "--" + self.name.replace("_", "-")
-        if self.kind is bool:
+        if self.kind in (bool, bool | None):
             return [f"{long}/--no-{long[2:]}"]
         return [SHORTER[self.name], long] if self.name in SHORTER else [long]
 
@@ -90,7 +90,7 @@ def task_choices() -> dict[str, Choice]:
     """Our tasks' own settings; one that several tasks have is one flag, with each task's default. Another package's
     task is not imported for this: its settings are those of ours that are called alike, and the TOML table [task]."""
     names = ", ".join(TASKS)
-    default = Config().task.name
+    default = DEFAULT_TASK.name
     found = {
         "task": Choice(
             "task", str, f"{names}, or package.module:Class{default_hint([('', default)])}", EVERYDAY
@@ -132,14 +132,20 @@ def parameter(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
+FILE_ARGUMENT = inspect.Parameter(
+    "file",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None, typer.Argument(help="A TOML file with any of these settings; flags win.")
+    ],
+)
+
+
 def configured(command: Callable[..., None], **defaults: str) -> Callable[..., None]:
     """Give a command every option of a run. It gets `settings` (what was given, by name) and `file`, a TOML file that
     may be given as the argument; `command(settings, file, **its own options)`. `defaults` say what a setting is where
     the command has a default of its own."""
-    file_hint = Annotated[
-        Path | None, typer.Argument(help="A TOML file with any of these settings; flags win.")
-    ]
-    file = inspect.Parameter("file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=file_hint)
     given = [c for c in choices().values() if c.name not in OWN]
     given = [
         dataclasses.replace(c, help=c.help.partition(" [dim]")[0] + default_hint([("", defaults[c.name])]))
@@ -147,13 +153,14 @@ def configured(command: Callable[..., None], **defaults: str) -> Callable[..., N
         else c
         for c in given
     ]
-    return with_settings(command, given, file)
+    return with_settings(command, given, FILE_ARGUMENT)
 
 
 def described(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that describe data: `command(settings, **its own options)`."""
-    names = {*settings_of(configs.TABLES["data"]), *task_choices(), "seed"}
-    return with_settings(command, [c for c in choices().values() if c.name in names])
+    """Give a command the options that describe data, and the model that sees it: `command(settings, file, **its own
+    options)`."""
+    names = {*settings_of(configs.TABLES["data"]), *task_choices(), "seed", "model"}
+    return with_settings(command, [c for c in choices().values() if c.name in names], FILE_ARGUMENT)
 
 
 def columned(command: Callable[..., None]) -> Callable[..., None]:

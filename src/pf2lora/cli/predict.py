@@ -71,8 +71,8 @@ def predict(
     if as_json:
         typer.echo(json.dumps(answered, ensure_ascii=False, default=str))
     elif out is None:
-        for own, line in zip(found, lines or [first_text(record.values) for record in records]):
-            typer.echo(readable(own, line))
+        for own, line, row in zip(found, lines or [first_text(r.values) for r in records], rows):
+            typer.echo(readable(own, line or loaded.task.input_text(row)))
 
 
 def asked(texts: list[str], file: Path | None) -> tuple[list[str], Path | None]:

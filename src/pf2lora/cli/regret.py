@@ -47,8 +47,8 @@ def regret(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     precision: Annotated[
-        str, typer.Option("--precision", help="float32 or bfloat16 (default: bfloat16 on CUDA).")
-    ] = "",
+        str, typer.Option("--precision", help="float32, bfloat16, or auto: bfloat16 where CUDA has it.")
+    ] = "auto",
     minutes: Annotated[
         float, typer.Option("--minutes", help="Begin no run that would end later than this.")
     ] = float("inf"),
@@ -88,13 +88,11 @@ def regret(
     from pf2lora.reproduce.regret.runs import Plan, execute_all, order
     from pf2lora.reproduce.regret.tasks import choose_tasks
     from pf2lora.reproduce.regret.variants import check_tries, choose_variants
-    from pf2lora.run.workload import choose_device
 
     quiet_libraries()
     check_tries(tries)
     chosen, left_out = choose_tasks(tasks or [], data_dir, generation=bool(generation_model))
-    over: dict[str, Any] = {"device": device}
-    over["precision"] = precision or ("bfloat16" if choose_device(device).type == "cuda" else "float32")
+    over: dict[str, Any] = {"device": device, "precision": precision}
     if rounds is not None:
         over["rounds"] = rounds
     plan = Plan(model, generation_model, data_dir, out / "data", seed, seeds, tries, over)

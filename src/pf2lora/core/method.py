@@ -121,7 +121,7 @@ class Method(ABC):
     summary: ClassVar[str] = ""
     sent_part: ClassVar[str] = "x"
     personal_part: ClassVar[str] = "nothing"
-    gradients_per_step: ClassVar[str] = "1"
+    gradients_per_step: ClassVar[int] = 1  # about: a bar and an estimate of a run's length go by it
     draws: ClassVar[int] = 1  # batches that one local step needs
     two_level: ClassVar[bool] = False  # has client adapters y
     pooled: ClassVar[bool] = False  # one learner on everybody's data

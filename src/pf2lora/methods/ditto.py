@@ -36,7 +36,7 @@ class Ditto(Anchored):
     label: ClassVar[str] = "Ditto"
     summary: ClassVar[str] = "FedAvg, and a whole copy per client that is held near the average"
     personal_part: ClassVar[str] = "a copy of x"
-    gradients_per_step: ClassVar[str] = "2"
+    gradients_per_step: ClassVar[int] = 2
     adapts_before_use: ClassVar[bool] = True
     personal_draws: ClassVar[int] = 0
     per_client: ClassVar[frozenset[str]] = Anchored.per_client | {"penalty"}

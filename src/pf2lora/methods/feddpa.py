@@ -95,7 +95,7 @@ class FedDPAT(Mixture, Anchored):
     name: ClassVar[str] = "feddpa-t"
     label: ClassVar[str] = "FedDPA-T"
     summary: ClassVar[str] = "a global and an own adapter, mixed; both trained in every round"
-    gradients_per_step: ClassVar[str] = "2"
+    gradients_per_step: ClassVar[int] = 2
     personal_draws: ClassVar[int] = 0
 
     def init(self, x: Tensor, y: Tensor) -> State:

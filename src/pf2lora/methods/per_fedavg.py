@@ -29,7 +29,7 @@ class PerFedAvg(Bilevel):
     label: ClassVar[str] = "Per-FedAvg-LoRA"
     summary: ClassVar[str] = "a LoRA that is good after one step on a client's data (second order)"
     personal_part: ClassVar[str] = "x after one step"
-    gradients_per_step: ClassVar[str] = "3"
+    gradients_per_step: ClassVar[int] = 3
     draws: ClassVar[int] = 2
     adapts_before_use: ClassVar[bool] = True
     # α is part of what is minimized, as the step before use has it: no schedule changes it.

@@ -29,7 +29,7 @@ class PF2LoRA(OwnSize, Bilevel):
         "Algorithm 1: SGD on the own adapter below, AdamW on x by the hypergradient above"
     )
     personal_part: ClassVar[str] = "an adapter of rank r̃"
-    gradients_per_step: ClassVar[str] = "3"
+    gradients_per_step: ClassVar[int] = 3
     derived: ClassVar[frozenset[str]] = OwnSize.derived | Bilevel.derived
 
     def __post_init__(self) -> None:

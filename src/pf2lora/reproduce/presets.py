@@ -137,7 +137,8 @@ def _runs(content: Mapping[str, Any], number: int, percent: bool, where: str) ->
 def _run(
     name: str, tables: Mapping[str, Any], paper: Mapping[str, Any], percent: bool, where: str, **rest: Any
 ) -> Run:
-    config = from_dict(tables, where)
+    # The paper's runs are in float32 wherever they are done, unless somebody says otherwise.
+    config = from_dict(merged({"model": {"precision": "float32"}}, tables), where)
     numbers: Paper = {}
     for quantity, by_method in paper.items():
         if not isinstance(by_method, Mapping):

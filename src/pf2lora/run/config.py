@@ -19,6 +19,7 @@ from pf2lora.data.settings import DataSettings
 from pf2lora.errors import UserError, check_path, reading, shown, unknown
 from pf2lora.methods import METHODS, SET_NAMES, resolved
 from pf2lora.parsing import read_toml
+from pf2lora.run.model_settings import ModelSettings
 from pf2lora.run.privacy import PrivacySettings
 from pf2lora.settings import (
     from_table,
@@ -33,32 +34,8 @@ from pf2lora.tasks.classification.settings import ClassificationSettings
 from pf2lora.tasks.settings import TaskSettings
 
 Value = str | int | float | bool | list[str]
-PRECISIONS = ("float32", "bfloat16")
-CHECKPOINTING = ("auto", "on", "off")
 KEPT = ("best", "last")
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """The base model and where it runs."""
-
-    name: str = setting("", "base model: a Hugging Face hub name or a folder", everyday=True)
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N", everyday=True)
-    precision: str = setting("float32", "precision of the base model: float32 or bfloat16", everyday=True)
-    compile: bool = setting(
-        False, "compile the model: faster steps after about a minute, for long runs on CUDA"
-    )
-    graphs: bool = setting(True, "on CUDA, record a local step once and replay it")
-    checkpointing: str = setting(
-        "auto",
-        "layers keep their input alone and are run again for the gradient: on, off, or auto: where memory would not do",
-    )
-
-    def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise unknown("precision", self.precision, PRECISIONS)
-        if self.checkpointing not in CHECKPOINTING:
-            raise unknown("checkpointing", self.checkpointing, CHECKPOINTING)
+DEFAULT_TASK = ClassificationSettings
 
 
 @dataclass(frozen=True)
@@ -166,7 +143,7 @@ class Config:
     adapter: AdapterSpec = field(default_factory=AdapterSpec)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
-    task: TaskSettings[Any] = field(default_factory=ClassificationSettings)
+    task: TaskSettings[Any] = field(default_factory=DEFAULT_TASK)
     data: DataSettings = field(default_factory=DataSettings)
     output: OutputSettings = field(default_factory=OutputSettings)
     methods: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
@@ -217,7 +194,7 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> Config:
             raise UserError(f"{where}: [{key}] must be a table, not {shown(table)}")
     parts = {key: from_table(kind, values.get(key, {}), f"{where} [{key}]") for key, kind in TABLES.items()}
     task = dict(values.get("task", {}))
-    kind = task_kind(task.pop("name", ClassificationSettings.name), f"{where} [task]")
+    kind = task_kind(task.pop("name", DEFAULT_TASK.name), f"{where} [task]")
     for name, table in values.get("methods", {}).items():
         if not isinstance(table, Mapping):
             raise UserError(
@@ -246,7 +223,7 @@ def place_of(name: str) -> str | None:
 def in_tables(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Settings by name alone (flags, keyword arguments) in their tables; `methods` is a table already."""
     tables: dict[str, Any] = {}
-    task = task_kind(settings.get("task", ClassificationSettings.name), where)
+    task = task_kind(settings.get("task", DEFAULT_TASK.name), where)
     for name, value in settings.items():
         if name == "methods":
             tables[name] = value
@@ -271,7 +248,7 @@ def flat_place(name: str, task: type[TaskSettings[Any]], where: str) -> str:
     return place
 
 
-def setting_names(task: type[TaskSettings[Any]] = ClassificationSettings) -> list[str]:
+def setting_names(task: type[TaskSettings[Any]] = DEFAULT_TASK) -> list[str]:
     """Every setting by name alone."""
     own = [name for kind in (*TABLES.values(), task) for name in settings_of(kind) if name != "name"]
     return [*NAMED, *own]

@@ -29,6 +29,7 @@ from pf2lora.run.deploy import candidate_names, rounds_alone
 from pf2lora.run.result import Parameters, SentBytes
 from pf2lora.run.set_up import Trial, adapter_spec, merging_method, method_table, schedule_of, set_up
 from pf2lora.run.workload import Workload, build_task, choose_device, load_base, load_workload
+from pf2lora.tasks.base import Shown
 
 TIMED_STEPS = 2  # after one that warms up
 TIMED_ROWS = 8  # of each client's test rows, answered once
@@ -53,7 +54,7 @@ class MethodPlan:
 class Plan:
     """What a run would be, and what a user should look at first."""
 
-    examples: list[str]  # tokens, as the model sees them
+    examples: list[Shown]
     methods: list[MethodPlan]
     warnings: list[str]
 
@@ -208,14 +209,9 @@ def timed_answers(trial: Trial) -> float:
     return seconds / asked * sum(len(c.test) + len(c.validation) for c in workload.clients)
 
 
-def seen_examples(workload: Workload) -> list[str]:
-    """Two training rows of the first client, token by token, as the model gets them."""
-    train, tokenizer = workload.train, workload.task.tokenizer
-    found = []
-    for i in range(min(EXAMPLES, train.sizes()[0])):
-        ids = train.token_columns["input_ids"][i, : int(train.lengths[i])].tolist()
-        found.append(" ".join(tokenizer.convert_ids_to_tokens(ids)))
-    return found
+def seen_examples(workload: Workload) -> list[Shown]:
+    """Two training rows of the first client, as the model gets them."""
+    return [workload.task.show(row) for row in workload.clients[0].train[:EXAMPLES]]
 
 
 def data_warnings(clients: Sequence[Client[Any]], config: Config) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pf2lora.data.files import Record, expand_paths
+from pf2lora.data.files import Record, columns_of, expand_paths
 from pf2lora.data.guessing import client_column
 from pf2lora.data.settings import DataSettings
 from pf2lora.errors import UserError
@@ -54,6 +54,13 @@ def guessed_columns(
     found = task.likely_columns(records, besides)
     replace(task, **found).rows(records)
     return found
+
+
+def in_every_file(task: TaskSettings[Any], columns: Mapping[str, str], clients: Sequence[str]) -> bool:
+    """Whether all files have these columns: where they differ, they are found in each file by their names."""
+    return all(
+        set(columns.values()) <= {*columns_of(task.read_records(file))} for file in expand_paths(clients)
+    )
 
 
 def commented_toml(settings: Mapping[str, Any]) -> str:

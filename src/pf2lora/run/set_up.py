@@ -21,6 +21,7 @@ from pf2lora.engines.rates import Rates
 from pf2lora.engines.share import Share
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
+from pf2lora.run.compiling import compiles
 from pf2lora.run.config import Config
 from pf2lora.run.sharing import part_of, share_of
 from pf2lora.run.workload import Workload
@@ -91,7 +92,7 @@ def set_up(
     workload = part_of(whole, share)
     model = TwoLevelModel(workload.base, adapter_spec(config, name))
     try:
-        if config.model.compile and compiled:
+        if compiled and compiles(workload, name, len(seeds)):
             model.compile()
         if config.model.checkpointing == "on":
             model.repeat_layers()

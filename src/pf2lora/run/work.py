@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from pf2lora.methods import METHODS
@@ -16,8 +15,7 @@ from pf2lora.run.workload import Workload
 
 def step_rows(config: Config, method: str) -> float:
     """Rows that a client's step passes through the model; a gradient counts for three passes."""
-    gradients = re.match(r"\d+", METHODS[method].gradients_per_step)
-    return config.training.batch_size * GRADIENT * (int(gradients[0]) if gradients else 1)
+    return config.training.batch_size * GRADIENT * METHODS[method].gradients_per_step
 
 
 def work_of_rounds(workload: Workload, method: str) -> list[float]:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pf2lora.adapters.base_model import weights_digest
+from pf2lora.adapters.quantised import quantise
 from pf2lora.data.client import Client
 from pf2lora.data.loading import load_clients
 from pf2lora.data.memory import Tables
@@ -110,6 +111,8 @@ def build_task(config: Config, labels: Sequence[str], metric: str | None = None)
 def load_base(config: Config, task: Task[Any, Any], device: torch.device) -> PreTrainedModel:
     """The base model with the task's head, on its device."""
     base = task.load_model(config.model.name, DTYPES[config.model.precision])
+    if config.model.quantization != "none":  # layer by layer: the device never holds all of it unrounded
+        quantise(base, config.model.quantization, device)
     base.to(device)  # type: ignore[arg-type]
     return base
 

@@ -37,6 +37,15 @@ class Example(NamedTuple):
     row: int = 0  # which of the client's test rows it is
 
 
+class Shown(NamedTuple):
+    """An example as the model sees it: its tokens as texts, which of them it is to find (those with loss, or the
+    answer), and a line about it."""
+
+    tokens: list[str]
+    marked: list[bool]
+    about: str
+
+
 class Task(ABC, Generic[Row, Prediction]):
     """A task knows its tokenizer and what its rows mean; it holds no weights and no data."""
 
@@ -132,6 +141,16 @@ class Task(ABC, Generic[Row, Prediction]):
         """How many rows of each kind (label, topic, …) there are, for the report."""
         return {}
 
+    def show(self, row: Row) -> Shown:
+        """A row's first example as it is trained on."""
+        return self.shown(self.encode([[row]], training=True))
+
+    def shown(self, encoded: Encoded, at: int = 0, marked: Sequence[bool] = (), about: str = "") -> Shown:
+        """The example number `at` of some rows."""
+        ids = encoded.token_columns["input_ids"][at, : int(encoded.lengths[at])].tolist()
+        tokens = [token_text(self.tokenizer, token) for token in ids]
+        return Shown(tokens, list(marked)[: len(ids)] or [False] * len(ids), about)
+
     def input_text(self, row: Row) -> str:
         """What a row asks, without its answer."""
         raise UserError(f"the task {self.name!r} does not say what its rows ask (Task.input_text)")
@@ -188,6 +207,12 @@ class Examples(Encoded):
                 rows[number].append(answer)
             collected.append(rows)
         return collected
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """What a token stands for; its name where that is no whole character, or nothing."""
+    text = str(tokenizer.decode([token]))
+    return text if text and "\ufffd" not in text else str(tokenizer.convert_ids_to_tokens(token))
 
 
 def pad_columns(

@@ -83,8 +83,9 @@ def test_missing_columns_and_too_few_rows(tmp_path: Path) -> None:
 
 def test_prompts_to_continue(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
-    assert read_prompts(tmp_path / "a.txt") == ["one", "two"]
-    assert read_prompts(jsonl(tmp_path / "a.jsonl", [{"prompt": "three"}])) == ["three"]
+    assert read_prompts(tmp_path / "a.txt") == (["one", "two"], [])
+    lines, records = read_prompts(jsonl(tmp_path / "a.jsonl", [{"prompt": "three"}]))
+    assert not lines and [record.values for record in records] == [{"prompt": "three"}]
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(UserError, match="no prompts in this file"):
         read_prompts(tmp_path / "empty.txt")

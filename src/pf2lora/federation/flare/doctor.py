@@ -29,6 +29,7 @@ from pf2lora.federation.flare.processes import (
     locked,
     read_kit,
 )
+from pf2lora.federation.flare.reach import PATIENCE, connected, proxy_for
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.checkup import (
     Check,
@@ -44,7 +45,6 @@ from pf2lora.federation.protocol.site_setup import SITE_FILE
 
 RULES = ("resources.json", "authorization.json")  # without which FLARE would fall back on its own
 OF_A_SITE = (*RULES, "privacy.json")
-PATIENCE = 10.0  # seconds for the server to answer
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex(
     "000000040000000000"
 )  # HTTP/2 with no settings
@@ -145,7 +145,7 @@ def server(kit: Kit, seen: list[bytes]) -> str:
         raise Skipped("it is asked with certificate and key, of which one is wrong") from None
     try:
         with (
-            socket.create_connection((host, port), timeout=PATIENCE) as raw,
+            connected(host, port) as raw,
             context.wrap_socket(raw, server_hostname=host) as tls,
         ):
             seen.append(tls.getpeercert(binary_form=True) or b"")
@@ -176,7 +176,8 @@ def server(kit: Kit, seen: list[bytes]) -> str:
         ) from None
     if not answered:
         raise UserError(f"{where} hangs up at this certificate: ask the lead for a new one")
-    return f"{where} answers, with a certificate of this authority, and takes ours"
+    way = " through the proxy" if proxy_for(host) else ""
+    return f"{where} answers{way}, with a certificate of this authority, and takes ours"
 
 
 def clock(kit: Kit, seen: list[bytes]) -> str:

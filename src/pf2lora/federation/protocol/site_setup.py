@@ -80,7 +80,7 @@ class SiteFile:
     model: str = setting("", "the base model's folder or hub name")
     state: str = setting("state", "where the site keeps its state")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
-    precision: str = setting("float32", "precision of the base model")
+    precision: str = setting("float32", "precision of the base model, the same at every site")
     data: Mapping[str, Any] = field(default_factory=dict)
 
 

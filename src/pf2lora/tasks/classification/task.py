@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
-from pf2lora.tasks.base import Example, Scores, Task, pad_columns, predict_rows
+from pf2lora.tasks.base import Example, Scores, Shown, Task, pad_columns, predict_rows
 from pf2lora.tasks.classification.rows import TextRow
 from pf2lora.tasks.classification.scores import (
     NO_ANSWER,
@@ -126,6 +126,9 @@ class Classification(Task[TextRow, np.ndarray]):
             "loss": log_loss(gold, logits),
         }
         return {name: values[name] for name in self.metrics}
+
+    def show(self, row: TextRow) -> Shown:
+        return self.shown(self.encode([[row]], training=True), about=f"label: {row.label}")
 
     def input_text(self, row: TextRow) -> str:
         return row.text if row.pair is None else f"{row.text} {row.pair}"

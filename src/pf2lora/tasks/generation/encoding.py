@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -12,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from pf2lora.engines.batches import Encoded
 from pf2lora.errors import UserError
 from pf2lora.tasks.base import Examples, pad_columns
-from pf2lora.tasks.generation.prompts import PromptRow
-from pf2lora.tasks.generation.settings import GenerationSettings
+from pf2lora.tasks.generation.chat import ChatTemplate
+from pf2lora.tasks.generation.conversations import Conversation
+from pf2lora.tasks.generation.settings import GenerationSettings, TextRow
 
 LEAST = 2  # target tokens that an example must keep in its window: one, and the end of its text
 
@@ -42,13 +44,19 @@ class Encoder:
     """Tokens of rows, for one tokenizer. What the user should know is told to `note`."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings, note: Callable[[str], None]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: GenerationSettings,
+        note: Callable[[str], None],
+        *,
+        chat: bool = False,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-text token, so a generated text would never end")
         self.tokenizer, self.settings, self.note = tokenizer, settings, note
         self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.separator = self._separator(settings.separator)
+        self.writes_turns = chat
 
     def _separator(self, text: str | None) -> list[int]:
         if text is not None:
@@ -56,7 +64,7 @@ class Encoder:
         first = self.tokenizer.bos_token_id
         return [self.tokenizer.eos_token_id if first is None else first]
 
-    def encode(self, clients: Sequence[Sequence[PromptRow]], *, training: bool) -> PromptExamples:
+    def encode(self, clients: Sequence[Sequence[TextRow]], *, training: bool) -> PromptExamples:
         """The rows of clients side by side; an example whose window has no room for a target is left out."""
         rows = [row for client in clients for row in client]
         examples, prompts = self.examples(rows), self.prompts(rows)
@@ -82,22 +90,43 @@ class Encoder:
             prompts=self.prompt_columns(prompts, [len(client) for client in clients]),
         )
 
-    def examples(self, rows: Sequence[PromptRow]) -> list[list[Tokens]]:
-        """Each row's examples, as long as they are: a prompt with each of its targets."""
-        targets = iter(self._target_tokens([target for row in rows for target in row.targets]))
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """How conversations are written."""
+        return ChatTemplate(self.tokenizer, self.note)
+
+    @property
+    def stops(self) -> list[int]:
+        """The tokens after which nothing more is written."""
+        return self.chat.stops() if self.writes_turns else [self.tokenizer.eos_token_id]
+
+    def examples(self, rows: Sequence[TextRow]) -> list[list[Tokens]]:
+        """Each row's examples, as long as they are: a conversation, or a prompt with each of its targets."""
+        targets = iter(
+            self._target_tokens([t for row in rows if not isinstance(row, Conversation) for t in row.targets])
+        )
+        chats = [row for row in rows if isinstance(row, Conversation) and row.targets]
+        conversations = iter(self.chat.tokens(chats) if chats else [])
         return [
-            [
+            [Tokens(*next(conversations)) for _ in row.targets]
+            if isinstance(row, Conversation)
+            else [
                 Tokens(prompt + target, [0] * len(prompt) + [1] * len(target))
                 for target in (next(targets) for _ in row.targets)
             ]
             for row, prompt in zip(rows, self.prompts(rows))
         ]
 
-    def prompts(self, rows: Sequence[PromptRow]) -> list[list[int]]:
-        """Prompts with the separator; the model's own beginning-of-text token comes first where it uses one."""
-        found: list[list[int]] = self.tokenizer([row.prompt for row in rows])["input_ids"] if rows else []
+    def prompts(self, rows: Sequence[TextRow]) -> list[list[int]]:
+        """Prompts with the separator; the model's own beginning-of-text token comes first where it uses one. Of a
+        conversation, all before the assistant's last turn."""
+        plain = [row.prompt for row in rows if not isinstance(row, Conversation)]
+        chats = [row for row in rows if isinstance(row, Conversation)]
+        tokens: list[list[int]] = self.tokenizer(plain)["input_ids"] if plain else []
         eos = self.tokenizer.eos_token_id
-        return [(ids[:-1] if ids and ids[-1] == eos else ids) + self.separator for ids in found]
+        found = iter((ids[:-1] if ids and ids[-1] == eos else ids) + self.separator for ids in tokens)
+        asked = iter(self.chat.prompts(chats) if chats else [])
+        return [next(asked if isinstance(row, Conversation) else found) for row in rows]
 
     def _target_tokens(self, targets: Sequence[str]) -> list[list[int]]:
         """A target follows a space, as words do in running text, and ends with the end of text."""

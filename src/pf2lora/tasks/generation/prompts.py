@@ -7,12 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pf2lora.data.files import Record, choose_column, columns_of, find_column, read_records
+from pf2lora.data.files import (
+    Record,
+    choose_column,
+    columns_of,
+    find_column,
+    read_records,
+    require_column,
+)
 from pf2lora.errors import UserError, shown
 from pf2lora.parsing import BadJSON, parse_json, read_text
+from pf2lora.tasks.generation.conversations import (
+    Conversation,
+    MessageColumn,
+    exchange,
+    group_of,
+    learnable,
+    message_column,
+)
 
 PROMPT_COLUMNS = ("prompt", "input", "source", "instruction", "mr", "context")
 GROUP_COLUMNS = ("group", "category", "topic")
+INSTRUCTION, CONTEXT_COLUMNS = "instruction", ("input", "context")  # as alpaca's files have them
+COMPLETION = "completion"
 TARGET_COLUMNS = ("target", "targets", "references", "reference", "completion", "response", "output", "ref")
 
 
@@ -27,16 +44,28 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns hold the prompt, the target or targets, and the group where there is one."""
+    """Which columns hold the prompt, what it is about (below an instruction), the target or targets, and the group;
+    `chat` if that is an exchange between a user and an assistant."""
 
     prompt: str
-    target: str
+    target: str | None
+    context: str | None = None
     group: str | None = None
+    chat: bool = False
 
-    def row(self, record: Record) -> PromptRow:
+    def row(self, record: Record) -> PromptRow | Conversation:
         """The record as a row; an error that names its line if a text is missing."""
-        group = str(record.values.get(self.group) or "") if self.group else ""
+        group = group_of(record, self.group)
+        if self.chat:
+            return learnable(exchange(record, self.prompt, self.context, self.target), record, group)
+        assert self.target is not None
         return PromptRow(record.text(self.prompt), _targets(record, self.target), group)
+
+    def question(self, record: Record) -> PromptRow | Conversation:
+        """The record as a row to be answered."""
+        if self.chat:
+            return Conversation(exchange(record, self.prompt, self.context, None))
+        return PromptRow(record.text(self.prompt), ())
 
 
 def _targets(record: Record, column: str) -> tuple[str, ...]:
@@ -59,38 +88,75 @@ def _targets(record: Record, column: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def choose_columns(records: Sequence[Record], prompt: str | None, target: str | None) -> Columns:
-    """The columns that the user named; those not named are guessed."""
+def choose_columns(
+    records: Sequence[Record],
+    prompt: str | None,
+    target: str | None,
+    messages: str | None = None,
+    chat: bool | None = None,
+) -> Columns | MessageColumn:
+    """The columns that the user named; those not named are guessed. What is a `chat` follows from them, unless it is
+    said: conversations, an instruction, a prompt with a completion."""
     columns, file = columns_of(records), records[0].file
+    conversations = message_column(records, messages) if messages or not (prompt or target) else None
+    if conversations is not None:
+        if chat is False:
+            raise UserError(
+                f"{file}: column {conversations!r} holds conversations, which --no-chat cannot read"
+            )
+        require_column(conversations, columns, file, "--messages")
+        rest = [c for c in columns if c != conversations]
+        return MessageColumn(conversations, find_column(rest, GROUP_COLUMNS))
+    instruction = find_column(columns, (INSTRUCTION,))
+    if prompt is None and instruction is not None and instruction != target:
+        prompt = instruction
     prompt = choose_column([c for c in columns if c != target], prompt, PROMPT_COLUMNS, file, "--prompt")
     rest = [c for c in columns if c != prompt]
     target = choose_column(rest, target, TARGET_COLUMNS, file, "--target")
-    return Columns(prompt, target, find_column([c for c in rest if c != target], GROUP_COLUMNS))
+    rest = [c for c in rest if c != target]
+    context = find_column(rest, CONTEXT_COLUMNS) if prompt == instruction else None
+    exchanged = prompt == instruction or (prompt.casefold(), target.casefold()) == ("prompt", COMPLETION)
+    is_chat = exchanged if chat is None else chat
+    return Columns(prompt, target, context if is_chat else None, find_column(rest, GROUP_COLUMNS), is_chat)
 
 
-def rows_of(records: Sequence[Record], columns: Columns) -> list[PromptRow]:
+def rows_of(records: Sequence[Record], columns: Columns | MessageColumn) -> list[PromptRow | Conversation]:
     there = columns_of(records)
-    for name, flag in ((columns.prompt, "--prompt"), (columns.target, "--target")):
+    if isinstance(columns, MessageColumn):
+        needed = [(columns.messages, "--messages")]
+    else:
+        needed = [(columns.prompt, "--prompt"), (columns.target or "", "--target")]
+    for name, flag in needed:
         choose_column(there, name, (), records[0].file, flag)
     return [columns.row(record) for record in records]
 
 
-def read_prompts(path: str | Path, column: str | None = None) -> list[str]:
-    """The prompts to continue: a text file's lines, or a data file's prompt column."""
+def question_columns(
+    records: Sequence[Record], prompt: str | None, messages: str | None, chat: bool
+) -> Columns | MessageColumn:
+    """The columns of what is asked, where nothing else is: for a run of a `chat`, or of plain prompts."""
+    conversations = message_column(records, messages) if chat and not prompt else None
+    if conversations is not None:
+        require_column(conversations, columns_of(records), records[0].file, "--messages")
+        return MessageColumn(conversations)
+    columns = columns_of(records)
+    instruction = find_column(columns, (INSTRUCTION,)) if chat else None
+    found = choose_column(columns, prompt or instruction, PROMPT_COLUMNS, records[0].file, "--prompt")
+    context = (
+        find_column([c for c in columns if c != found], CONTEXT_COLUMNS) if found == instruction else None
+    )
+    return Columns(found, None, context, chat=chat)
+
+
+def read_prompts(path: str | Path) -> tuple[list[str], list[Record]]:
+    """What is to be continued: a text file's lines, or a data file's records."""
     path = Path(path)
-    if path.suffix.lower() in (".txt", ""):
-        lines = [line for line in read_text(path).splitlines() if line.strip()]
-        if not lines:
-            raise UserError(f"{path}: no prompts in this file (one on each line)")
-        return lines
-    records = read_records(path)
-    chosen = prompt_column(records, column)
-    return [record.text(chosen) for record in records]
-
-
-def prompt_column(records: Sequence[Record], named: str | None) -> str:
-    """The column of the prompt, where nothing else is asked for."""
-    return choose_column(columns_of(records), named, PROMPT_COLUMNS, records[0].file, "--prompt")
+    if path.suffix.lower() not in (".txt", ""):
+        return [], read_records(path)
+    lines = [line for line in read_text(path).splitlines() if line.strip()]
+    if not lines:
+        raise UserError(f"{path}: no prompts in this file (one on each line)")
+    return lines, []
 
 
 def grouped(rows: Iterable[PromptRow]) -> list[PromptRow]:

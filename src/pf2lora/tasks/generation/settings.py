@@ -6,23 +6,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pf2lora.data.client import Client
 from pf2lora.data.files import Record
-from pf2lora.errors import UserError, unknown
+from pf2lora.errors import UnknownLabel, UserError, unknown
 from pf2lora.settings import require_not_negative, require_positive, setting
 from pf2lora.tasks.generation import e2e, webnlg
-from pf2lora.tasks.generation.prompts import PromptRow, choose_columns, prompt_column, rows_of
+from pf2lora.tasks.generation.conversations import Conversation, MessageColumn
+from pf2lora.tasks.generation.prompts import (
+    Columns,
+    PromptRow,
+    choose_columns,
+    question_columns,
+    rows_of,
+)
 from pf2lora.tasks.settings import Dataset, TaskSettings
 
 if TYPE_CHECKING:
     from pf2lora.tasks.generation.task import Generation
 
 SCORERS = ("e2e", "webnlg")
+CHAT = "chat"
+"""The label of a run whose rows are conversations, by which a saved run, or a federation, knows it."""
+
+TextRow = PromptRow | Conversation
 
 
 @dataclass(frozen=True)
-class GenerationSettings(TaskSettings[PromptRow]):
-    """A prompt, and the text that should follow it. The defaults of decoding are the LoRA paper's for WebNLG; its
-    length penalty for E2E is 0.9. As in LoRA and unlike transformers' own option, the prompt may be repeated."""
+class GenerationSettings(TaskSettings[TextRow]):
+    """A prompt, and the text that should follow it; or a conversation, of which the assistant's turns are learned. The
+    defaults of decoding are the LoRA paper's for WebNLG; its length penalty for E2E is 0.9. As in LoRA and unlike
+    transformers' own option, the prompt may be repeated."""
 
     max_length: int = setting(512, "longest input in tokens: prompt, separator, target and end of text")
     beams: int = setting(10, "beam width; 1 is greedy")
@@ -35,6 +48,10 @@ class GenerationSettings(TaskSettings[PromptRow]):
     scores: str | None = setting(None, "scores of generated text: e2e or webnlg (default: the data set's)")
     prompt: str | None = setting(None, "column of the prompt (guessed)", column=True)
     target: str | None = setting(None, "column of the target (guessed)", column=True)
+    messages: str | None = setting(None, "column of the conversation (guessed)", column=True)
+    chat: bool | None = setting(
+        None, "rows go through the tokenizer's chat template (default: by their columns)"
+    )
 
     name: ClassVar[str] = "generation"
     datasets: ClassVar[Mapping[str, Dataset[Any]]] = e2e.DATASETS | webnlg.DATASETS
@@ -52,33 +69,74 @@ class GenerationSettings(TaskSettings[PromptRow]):
         records: Sequence[Record],
         like: Sequence[Record] | None = None,
         notes: list[str] | None = None,
-    ) -> list[PromptRow]:
-        return rows_of(records, choose_columns(like or records, self.prompt, self.target))
+    ) -> list[TextRow]:
+        chosen = self.chosen(like or records)
+        if isinstance(chosen, MessageColumn) or chosen.chat:
+            chosen = self.chosen(records)  # each client may have its own way to write conversations down
+        return rows_of(records, chosen)
+
+    def chosen(self, records: Sequence[Record]) -> Columns | MessageColumn:
+        return choose_columns(records, self.prompt, self.target, self.messages, self.chat)
 
     def columns(self, records: Sequence[Record]) -> dict[str, str]:
-        found = choose_columns(records, self.prompt, self.target)
+        found = self.chosen(records)
+        if isinstance(found, MessageColumn):
+            return {"messages": found.messages}
+        assert found.target is not None
         return {"prompt": found.prompt, "target": found.target}
 
     def questions(
         self, records: Sequence[Record], labels: Sequence[str], traits: Sequence[str] = ()
-    ) -> list[PromptRow]:
-        column = prompt_column(records, self.prompt)
-        return [PromptRow(record.text(column), ()) for record in records]
+    ) -> list[TextRow]:
+        columns = question_columns(records, self.prompt, self.messages, CHAT in labels)
+        return [columns.question(record) for record in records]
 
     def typed(self, line: str, traits: Sequence[str] = ()) -> dict[str, Any]:
         return {self.prompt or "prompt": line}
+
+    def labels(self, clients: Sequence[Client[TextRow]]) -> list[str]:
+        rows = (row for client in clients for row in [*client.train, *client.test])
+        return [CHAT] if any(isinstance(row, Conversation) for row in rows) else []
+
+    def agreed(self, labels: Sequence[str]) -> list[str]:
+        """Whether rows are conversations; they are prompts where nobody says anything."""
+        if not set(labels) <= {CHAT}:
+            raise UserError(
+                f"generation has no labels but {CHAT!r}, where rows are conversations: --labels {CHAT}"
+            )
+        return list(labels)
+
+    def check(
+        self,
+        clients: Sequence[Client[TextRow]],
+        labels: Sequence[str],
+        test_records: Mapping[str, Sequence[Record]] | None = None,
+    ) -> None:
+        if CHAT in labels:
+            return
+        for client in clients:
+            if self.labels([client]):
+                raise UnknownLabel(
+                    f"client {client.name!r} has conversations, but the run knows only prompts "
+                    f"(in a federation: --labels {CHAT}; to read columns as they stand: --no-chat)"
+                )
 
     def build(self, model: str, labels: Sequence[str], metric: str | None = None) -> Generation:
         from pf2lora.adapters.base_model import load_tokenizer
         from pf2lora.tasks.generation.task import Generation
 
-        return Generation(load_tokenizer(model), self, scores=self.scores or metric or "e2e")
+        return Generation(
+            load_tokenizer(model), self, scores=self.scores or metric or "e2e", chat=CHAT in labels
+        )
 
-    def to_record(self, row: PromptRow) -> dict[str, Any]:
+    def to_record(self, row: TextRow) -> dict[str, Any]:
+        if isinstance(row, Conversation):
+            turns = [{"role": message.role, "content": message.content} for message in row.messages]
+            return {"messages": turns, "group": row.group}
         return {"prompt": row.prompt, "target": list(row.targets), "group": row.group}
 
-    def asked(self, row: PromptRow) -> tuple[str, ...]:
+    def asked(self, row: TextRow) -> tuple[str, ...]:
         return (row.prompt,)
 
-    def partition_key(self, row: PromptRow) -> str:
+    def partition_key(self, row: TextRow) -> str:
         return row.group

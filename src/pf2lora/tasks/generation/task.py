@@ -25,13 +25,13 @@ from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
 from pf2lora.errors import UserError
-from pf2lora.tasks.base import Example, Scores, Task, predict_rows
+from pf2lora.tasks.base import Example, Scores, Shown, Task, predict_rows
 from pf2lora.tasks.generation import scores as nlg
 from pf2lora.tasks.generation.decoding import NoRepeatInText, left_padded
 from pf2lora.tasks.generation.encoding import Encoder, PromptExamples
 from pf2lora.tasks.generation.java import one_meteor
 from pf2lora.tasks.generation.prompts import PromptRow
-from pf2lora.tasks.generation.settings import GenerationSettings
+from pf2lora.tasks.generation.settings import CHAT, GenerationSettings, TextRow
 from pf2lora.tasks.settings import Metric
 
 SCORES: dict[str, tuple[Callable[[Sequence[str], nlg.References], nlg.Scores], tuple[str, ...]]] = {
@@ -60,7 +60,7 @@ class Continuation(NamedTuple):
     text: str | None
 
 
-class Generation(Task[PromptRow, Continuation]):
+class Generation(Task[TextRow, Continuation]):
     """The separator between prompt and target is by default the beginning-of-text token (GPT-2's is its end-of-text
     token), as in LoRA. `scores` chooses the metrics of generated text: "e2e" or "webnlg".
     """
@@ -74,12 +74,14 @@ class Generation(Task[PromptRow, Continuation]):
         settings: GenerationSettings | None = None,
         *,
         scores: str = "e2e",
+        chat: bool = False,
         evaluation_batch: int = 16,
         generation_batch: int = 8,
     ) -> None:
         self.tokenizer, self.settings = tokenizer, settings or GenerationSettings()
-        self.encoder = Encoder(tokenizer, self.settings, self.note)
+        self.encoder = Encoder(tokenizer, self.settings, self.note, chat=chat)
         self.pad = self.encoder.pad
+        self.labels = [CHAT] if chat else []
         self.scorer, names = SCORES[scores]
         written = names if self.settings.max_new_tokens else ()
         self.metrics = {name: TEXT_METRICS[name] for name in written} | LOSSES
@@ -98,7 +100,7 @@ class Generation(Task[PromptRow, Continuation]):
         model.config.pad_token_id = self.pad
         return model
 
-    def encode(self, clients: Sequence[Sequence[PromptRow]], *, training: bool) -> PromptExamples:
+    def encode(self, clients: Sequence[Sequence[TextRow]], *, training: bool) -> PromptExamples:
         return self.encoder.encode(clients, training=training)
 
     # --- loss and generation -----------------------------------------------------------------------------
@@ -147,12 +149,17 @@ class Generation(Task[PromptRow, Continuation]):
         ]
 
     def generate(
-        self, model: TwoLevelModel, common: Tensor, personal: Tensor, prompts: Sequence[Sequence[str]]
+        self,
+        model: TwoLevelModel,
+        common: Tensor,
+        personal: Tensor,
+        prompts: Sequence[Sequence[str | TextRow]],
     ) -> list[list[str]]:
-        """What each client's model writes after each of its prompts, all clients together."""
+        """What each client's model writes after each of its prompts (a text is a plain one), all clients together."""
         if not self.settings.max_new_tokens:
             raise UserError("max_new_tokens is 0: no text is written")
-        tokens = self.encoder.prompts([PromptRow(prompt, ()) for client in prompts for prompt in client])
+        asked = [prompt for client in prompts for prompt in client]
+        tokens = self.encoder.prompts([PromptRow(p, ()) if isinstance(p, str) else p for p in asked])
         for ids in tokens:
             if len(ids) >= self.settings.max_length:
                 raise UserError(
@@ -172,7 +179,7 @@ class Generation(Task[PromptRow, Continuation]):
             length_penalty=self.settings.length_penalty,
             do_sample=False,
             repetition_penalty=1.0,
-            eos_token_id=self.tokenizer.eos_token_id,
+            eos_token_id=self.encoder.stops,
             pad_token_id=self.pad,
         )
 
@@ -194,12 +201,12 @@ class Generation(Task[PromptRow, Continuation]):
     # --- scores ------------------------------------------------------------------------------------------
 
     def score_clients(
-        self, predictions: Sequence[Sequence[Continuation]], clients: Sequence[Sequence[PromptRow]]
+        self, predictions: Sequence[Sequence[Continuation]], clients: Sequence[Sequence[TextRow]]
     ) -> list[Scores]:
         with one_meteor():
             return super().score_clients(predictions, clients)
 
-    def score(self, predictions: Sequence[Continuation], rows: Sequence[PromptRow]) -> Scores:
+    def score(self, predictions: Sequence[Continuation], rows: Sequence[TextRow]) -> Scores:
         """Loss and perplexity; with generated text, the text metrics too (None: noted why)."""
         tokens = sum(p.tokens for p in predictions)
         loss = sum(p.loss for p in predictions) / tokens if tokens else None
@@ -212,17 +219,22 @@ class Generation(Task[PromptRow, Continuation]):
             self.note(f"no {TEXT_METRICS[name].label}: {reason}")
         return {name: found.values.get(name) for name in self.metrics if name not in losses} | losses
 
-    def describe(self, rows: Sequence[PromptRow]) -> dict[str, int]:
+    def describe(self, rows: Sequence[TextRow]) -> dict[str, int]:
         counts = Counter(row.group for row in rows if row.group)
         return {group: counts[group] for group in sorted(counts)}
 
-    def input_text(self, row: PromptRow) -> str:
+    def show(self, row: TextRow) -> Shown:
+        encoded = self.encode([[row]], training=True)
+        target = encoded.token_columns["target"][0].bool().tolist()
+        return self.shown(encoded, 0, target, f"loss on {sum(target)} of {int(encoded.lengths[0])} tokens")
+
+    def input_text(self, row: TextRow) -> str:
         return row.prompt
 
-    def answer(self, prediction: Continuation, row: PromptRow) -> dict[str, str | None]:
+    def answer(self, prediction: Continuation, row: TextRow) -> dict[str, str | None]:
         return {"predicted": prediction.text}
 
-    def example(self, prediction: Continuation, row: PromptRow) -> Example | None:
+    def example(self, prediction: Continuation, row: TextRow) -> Example | None:
         return None if prediction.text is None else Example(row.prompt, row.targets, prediction.text)
 
 

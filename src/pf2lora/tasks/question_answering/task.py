@@ -21,7 +21,7 @@ from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
 from pf2lora.errors import UserError
-from pf2lora.tasks.base import Example, Examples, Scores, Task, pad_columns, predict_rows
+from pf2lora.tasks.base import Example, Examples, Scores, Shown, Task, pad_columns, predict_rows
 from pf2lora.tasks.question_answering.rows import QuestionRow
 from pf2lora.tasks.question_answering.scores import exact_match, f1
 from pf2lora.tasks.question_answering.settings import (
@@ -271,6 +271,15 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
     def describe(self, rows: Sequence[QuestionRow]) -> dict[str, int]:
         counts = Counter(row.topic for row in rows if row.topic)
         return {topic: counts[topic] for topic in sorted(counts)}
+
+    def show(self, row: QuestionRow) -> Shown:
+        """The first window that holds the answer, or else the first."""
+        encoded = self.encode([[row]], training=True)
+        start, end, cls = (encoded.row_columns[name].tolist() for name in ("start", "end", "cls"))
+        at = next((i for i, place in enumerate(start) if place != cls[i]), 0)
+        marked = [start[at] <= i <= end[at] for i in range(int(encoded.lengths[at]))]
+        found = f"answer: {row.answers[0]}" if row.answers else "no answer: the mark is on the first token"
+        return self.shown(encoded, at, marked, f"window {at + 1} of {len(start)}; {found}")
 
     def input_text(self, row: QuestionRow) -> str:
         return f"{row.question} {row.context}"

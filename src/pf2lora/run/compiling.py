@@ -1,0 +1,51 @@
+"""Whether a run's passes are compiled where nobody says: only if it is long enough to get the time back."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from pf2lora.adapters.quantised import QuantisedLinear
+from pf2lora.core.randomness import participants
+from pf2lora.methods import METHODS
+from pf2lora.run.workload import Workload
+
+# Measured on an H200 (`benchmarks/compile_cost.py`, docs/performance.md): what compiling a length of batches takes, and
+# the operations of training in which it comes back. A slower device gets it back in fewer.
+REPAID_PER_LENGTH = 2e17
+LENGTHS = 32  # a batch's length is rounded up to a multiple of it
+
+
+def compiles(workload: Workload, method: str, seeds: int) -> bool:
+    """What the config says, or whether compiling repays itself. It is counted and not timed, so that a run that goes on
+    decides as it did when it began."""
+    model = workload.config.model
+    if model.compile is not None:
+        return model.compile
+    return workload.device.type == "cuda" and training_operations(workload, method, seeds) > (
+        REPAID_PER_LENGTH * lengths(workload)
+    )
+
+
+def lengths(workload: Workload) -> int:
+    """How many lengths the batches of the training rows may have."""
+    rounded = {math.ceil(length / LENGTHS) for length in workload.train.lengths.tolist()}
+    return max(1, len(rounded))
+
+
+def training_operations(workload: Workload, method: str, seeds: int) -> float:
+    """About the operations of all local steps: the base model's products forward, and back to what its layers got."""
+    training, kind = workload.config.training, METHODS[method]
+    taking_part = len(participants(training.seed, 1, len(workload.clients), training.participation))
+    rows = seeds * taking_part * training.rounds * training.steps * training.batch_size
+    tokens = rows * float(workload.train.lengths.mean())
+    return 4 * multiplied(workload.base) * tokens * kind.gradients_per_step
+
+
+def multiplied(model: PreTrainedModel) -> int:
+    """The model's weights that every token is multiplied with: all but tables that it is looked up in."""
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    rounded = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantisedLinear))
+    return rounded + sum(p.numel() for p in model.parameters() if id(p) not in looked_up)

@@ -1,0 +1,35 @@
+"""The models that a run is served as, by name: each client's deployed one, the common one, and the base model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pf2lora.run.saved import LoadedRun
+from pf2lora.tasks.generation.task import Generation
+
+COMMON, BASE = "common", "base"
+
+Adapters = dict[str, tuple[Tensor, Tensor]]
+
+
+def served_models(loaded: LoadedRun) -> Adapters:
+    """Each name's common and personal adapter, (1, P) and (1, Q), on the host: only those in use are on the device.
+
+    A client that is called `common` or `base` has its name for itself. The base model without adapters can be asked
+    only where no head is trained: a new head would know nothing.
+    """
+    found: Adapters = {}
+    if (loaded.where / "state" / "common.safetensors").exists():
+        found[COMMON] = on_host(loaded.common())
+    for name in loaded.saved.clients:
+        shared = loaded.saved.shares_one_model and not loaded.joined_later(name)
+        found[name] = found[COMMON] if shared else on_host(loaded.client(name))
+    if isinstance(loaded.task, Generation):
+        nothing = torch.zeros(1, loaded.model.common_layout.size), loaded.no_personal()
+        found.setdefault(BASE, on_host(nothing))
+    return found
+
+
+def on_host(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return pair[0].cpu(), pair[1].cpu()

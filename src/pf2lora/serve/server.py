@@ -1,0 +1,64 @@
+"""The server's process: where it listens, how much it lets in, and how it ends."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from pf2lora.errors import UserError, reading
+from pf2lora.serve.service import Limits
+
+GRACE = 10  # seconds that running requests have at the end
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The address, bound before the model is loaded: that somebody else has it is said at once. Port 0: a free one."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"cannot listen on {host}, port {port}: {reason} (--host, --port)") from None
+    return bound
+
+
+def check_tls(certificate: Path, key: Path) -> None:
+    """A certificate and its key, tried before the model is loaded."""
+    for path in (certificate, key):
+        with reading(path), path.open("rb"):
+            pass
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            certificate, key, password=lambda: ""
+        )
+    except (ssl.SSLError, ValueError) as error:
+        raise UserError(f"{certificate} and {key} are no certificate and its key, in PEM ({error})") from None
+
+
+def address_of(bound: socket.socket, host: str, *, tls: bool) -> str:
+    """Where callers find it."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"http{'s' if tls else ''}://{shown}:{bound.getsockname()[1]}"
+
+
+def make_server(
+    app: FastAPI, limits: Limits, certificate: Path | None = None, key: Path | None = None
+) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=GRACE,
+        limit_concurrency=2 * (limits.batch + limits.queue) + 16,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
+    return uvicorn.Server(config)

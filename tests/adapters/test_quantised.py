@@ -1,0 +1,138 @@
+"""A base model in 4 or 8 bits: rounded as bitsandbytes rounds, with the same adapters on it, and as small as it is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_output_layer import CLIENTS, TASK, loss_and_gradients, two_level, whole
+from tiny import tiny_model
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers.pytorch_utils import Conv1D
+
+from pf2lora.adapters.peft import merged_state
+from pf2lora.adapters.quantised import KINDS, QuantisedLinear, dequantise, held_bytes, quantise
+from pf2lora.adapters.spec import AdapterSpec
+from pf2lora.adapters.two_level import TwoLevelModel
+from pf2lora.core.second_order import differentiable_twice
+from pf2lora.engines.batches import Batch
+
+
+def quantised(kind: str, bits: str) -> tuple[TwoLevelModel, Tensor, Tensor]:
+    """A language model whose layers are quantised."""
+    model, x, y = two_level(kind)
+    model.remove()
+    quantise(model.model, bits, "cpu")
+    targets = ("q_proj", "v_proj") if kind == "phi" else ()
+    return TwoLevelModel(model.model, AdapterSpec(rank=4, client_rank=2, targets=targets)), x, y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nf4_is_that_of_bitsandbytes(dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    torch.manual_seed(0)
+    layer = nn.Linear(192, 64, bias=False).to(dtype)
+    ours = QuantisedLinear.of(layer, "nf4", "cpu")
+    codes, state = functional.quantize_4bit(layer.weight.data, quant_type="nf4", blocksize=64)
+    assert torch.equal(ours.codes, codes.flatten()) and torch.equal(ours.scales, state.absmax)
+    assert torch.equal(ours.numbers(), functional.dequantize_4bit(codes, state))
+
+
+@pytest.mark.parametrize("bits", KINDS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rounding(bits: str, transposed: bool) -> None:
+    """The nearest number there is, in blocks that need not be full; and nothing is lost on the way back."""
+    torch.manual_seed(0)
+    layer = Conv1D(19, 7) if transposed else nn.Linear(7, 19)
+    nn.init.normal_(layer.weight)
+    made = QuantisedLinear.of(layer, bits, "cpu")
+    weight = layer.weight.T if transposed else layer.weight
+    error = (made.numbers() - weight).abs()
+    if bits == "int8":
+        assert (error <= made.scales / 2 + 1e-7).all()
+    else:
+        assert error.max() <= 0.153 * made.scales.max()  # half of the widest gap between two quantiles
+    back = made.plain()
+    assert type(back) is type(layer) and back.weight.shape == layer.weight.shape
+    rows = torch.randn(3, 7)
+    torch.testing.assert_close(back(rows), made(rows))
+    again = QuantisedLinear.of(back, bits, "cpu")
+    assert torch.equal(again.codes, made.codes)
+
+
+def test_a_layer_of_zeros_stays_one() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.zeros_(layer.weight)
+    for bits in KINDS:
+        assert not QuantisedLinear.of(layer, bits, "cpu").numbers().any()
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("bits", KINDS)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "phi"])
+def test_stacked_adapters_on_it_are_those_of_the_same_numbers(kind: str, bits: str, repeated: bool) -> None:
+    """In one pass, on ordinary layers of the rounded numbers, and one client after the other: loss and gradients."""
+    model, x, y = quantised(kind, bits)
+    model.repeat_layers(repeated)
+    batch = whole()
+    stacked = loss_and_gradients(model, x, y, batch)
+    rows = batch.tensors["input_ids"].shape[0] // CLIENTS
+    for k in range(CLIENTS):
+        own = {name: t[k * rows : (k + 1) * rows] for name, t in batch.tensors.items()}
+        x_k, y_k = (t[k : k + 1].detach().requires_grad_() for t in (x, y))
+        for alone, together in zip(loss_and_gradients(model, x_k, y_k, Batch(1, own)), stacked):
+            torch.testing.assert_close(alone[0], together[k], rtol=1e-6, atol=1e-8)
+    dequantise(model.model)
+    for ordinary, ours in zip(loss_and_gradients(model, x, y, batch), stacked):
+        torch.testing.assert_close(ours, ordinary, rtol=1e-9, atol=1e-12)
+
+
+def test_it_has_a_second_derivative_where_it_needs_one() -> None:
+    model, x, y = quantised("gpt2", "nf4")
+    found = []
+    for _ in range(2):
+        with differentiable_twice():
+            loss = TASK.loss(model, x, y, whole())
+            (first,) = torch.autograd.grad(loss.sum(), y, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), x)[0])
+        dequantise(model.model)
+    assert found[0].norm() > 0
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+def test_no_layer_keeps_its_numbers() -> None:
+    model, x, y = quantised("llama", "nf4")
+    shapes = {m.numbers().shape for m in model.model.modules() if isinstance(m, QuantisedLinear)}
+    kept: list[torch.Size] = []
+    with saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):  # type: ignore[func-returns-value]
+        TASK.loss(model, x, y, whole())
+    assert not shapes & set(kept) and not {s[::-1] for s in shapes} & set(kept)
+
+
+@pytest.mark.parametrize(("bits", "of_a_number"), [("nf4", 0.5 + 4 / 64), ("int8", 1.0)])
+def test_its_bytes(bits: str, of_a_number: float) -> None:
+    """Those of the codes and their scales; embeddings, norms and the head are as before."""
+    plain = tiny_model("llama", dtype=torch.bfloat16)
+    before = held_bytes(plain)
+    layers = [m for name, m in plain.named_modules() if isinstance(m, nn.Linear) and "layers." in name]
+    numbers, outputs = sum(m.weight.numel() for m in layers), sum(m.out_features for m in layers)
+    made = copy.deepcopy(plain)
+    quantise(made, bits, "cpu")
+    tables = len(layers) * 256 * 2 * 4
+    scales = 4 * outputs if bits == "int8" else 0
+    assert held_bytes(made) == before - 2 * numbers + of_a_number * numbers + scales + tables
+    assert isinstance(made.score, nn.Linear)  # the head
+
+
+def test_merging_gives_an_ordinary_model() -> None:
+    for kind in ("gpt2", "llama"):
+        model, x, y = quantised(kind, "nf4")
+        ids = torch.arange(12)[None]
+        with torch.no_grad():
+            ours = model(x[:1], y[:1], input_ids=ids).logits
+            state = merged_state(model, x[0], y[0])
+            model.remove()
+            model.model.load_state_dict(state)
+            torch.testing.assert_close(model.model(input_ids=ids).logits, ours, rtol=1e-4, atol=1e-4)
