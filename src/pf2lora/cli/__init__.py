@@ -20,7 +20,7 @@ from pf2lora.cli.sweep import sweep
 from pf2lora.cli.train import compare, train
 from pf2lora.cli.use import evaluate, export, onboard
 from pf2lora.errors import UserError, one_line
-from pf2lora.run.launch import check_alone, speaks
+from pf2lora.run.launch import check_alone, quiet_torch, speaks
 
 SHARED = ("train", "compare")  # what several processes may do together
 
@@ -76,9 +76,10 @@ def options(
 
 def main() -> None:
     """Bad input is one line on standard error and exit code 2."""
+    quiet_torch()
     try:
         app()
     except UserError as error:
-        if speaks():
+        if speaks(error):
             print(f"pf2lora: {one_line(error)}", file=sys.stderr)
         sys.exit(2)

@@ -151,7 +151,7 @@ def execute(
             result = error.result
         except KeyboardInterrupt as stop:
             said = stop if isinstance(stop, Interrupted) else Interrupted("stopped before the training began")
-            if launch.speaks():
+            if launch.speaks(said):
                 typer.echo(f"pf2lora: {said}", err=True)
             raise typer.Exit(said.code) from None
     launch.leave()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -33,6 +34,12 @@ def launched(environment: Mapping[str, str] = os.environ) -> int:
     if not all(environment.get(name) for name in LAUNCHED):
         return 1
     return int(environment["WORLD_SIZE"])
+
+
+def quiet_torch() -> None:
+    """Before torch is loaded: where a process ends, those beside it shall not print stacks of its C++ code."""
+    if launched() > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def check_alone(what: str, why: str) -> None:
@@ -99,9 +106,9 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def speaks() -> bool:
-    """Whether this process is to say why a run ends: one line, and not one from each. The first who asks is; the first
-    process, which knows what is on the disk, need not hurry."""
+def speaks(error: BaseException) -> bool:
+    """Whether this process is to say why a run ends: one line, and not one from each. The first who asks is, and the
+    others let the first process ask first."""
     if launched() == 1:
         return True
     if threading.current_thread() is threading.main_thread():
@@ -111,9 +118,10 @@ def speaks() -> bool:
     if os.environ["RANK"] != "0":
         time.sleep(LATER)
     try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), LATER).close()
         return bool(_stores[0].add("said", 1) == 1)
-    except RuntimeError:  # who kept the count is gone
-        return True
+    except (OSError, RuntimeError):  # who kept the count is gone: unless it was killed, it has spoken
+        return type(error).__name__ == "ProcessLost"
 
 
 def command_prefix() -> str:

@@ -102,7 +102,7 @@ def saying_how(again: str, keeper: Checkpoints) -> Iterator[None]:
         raise keeper.stopped("stopped at once") from None
     except ProcessLost as error:
         kept = f"round {keeper.round} is kept" if keeper.round else "no round of this method is kept"
-        raise UserError(f"{error}; {kept}; go on with: {again}") from None
+        raise ProcessLost(f"{error}; {kept}; go on with: {again}") from None
     except OSError as error:
         refused = (
             error if isinstance(error, CannotWrite) else CannotWrite(error.filename or keeper.folder, error)
