@@ -85,6 +85,8 @@ def test_kits_are_hardened(kits: dict[str, Path]) -> None:
     assert server["class_allow_list"] == ["pf2lora.federation.flare.controller.FederationController"]
     assert "/tmp" not in json.dumps(server)
     for name in ("server", "clinic-a", "clinic-b"):
+        inside = json.loads((kits[name] / "local" / "comm_config.json").read_text())["internal"]["resources"]
+        assert inside == {"host": "localhost", "connection_security": "mtls"}
         rights = json.loads((kits[name] / "local" / "authorization.json").read_text())["permissions"]
         assert all(role["byoc"] == "none" and role["shell_commands"] == "none" for role in rights.values())
         assert [role for role, may in rights.items() if may["submit_job"] != "none"] == ["lead"]

@@ -17,6 +17,7 @@ from small_federation import SITES, make_plan
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
+import psutil
 from flare_federation import GUEST, LEAD, flare
 
 from pf2lora.errors import UserError
@@ -198,6 +199,32 @@ def first_words(port: int, kit: Path, *, with_certificate: bool) -> bytes:
     return b""
 
 
+def hangs_up(port: int, kit: Path, *, with_certificate: bool) -> bool:
+    """Whether one who connects to a port, with the kit's certificate or without, is turned away."""
+    context = ssl.create_default_context(cafile=str(kit / "startup" / "rootCA.pem"))
+    context.check_hostname = False
+    if with_certificate:
+        context.load_cert_chain(kit / "startup" / "client.crt", kit / "startup" / "client.key")
+    try:
+        with (
+            socket.create_connection(("localhost", port), timeout=5) as plain,
+            context.wrap_socket(plain) as secure,
+        ):
+            return secure.recv(1) == b""
+    except TimeoutError:  # it waits for what we have to say
+        return False
+    except OSError:
+        return True
+
+
+def loopback_ports(pid: int) -> set[int]:
+    """The ports on which a process listens for others of its machine."""
+    found = psutil.Process(pid).net_connections("tcp")
+    return {
+        c.laddr.port for c in found if c.status == psutil.CONN_LISTEN and c.laddr.ip in ("127.0.0.1", "::1")
+    }
+
+
 @pytest.mark.slow
 def test_strangers_get_nothing(tmp_path: Path) -> None:
     plan = make_plan("pf2lora", SITES[:2], config={"rounds": 2}, deadline=60)
@@ -208,6 +235,11 @@ def test_strangers_get_nothing(tmp_path: Path) -> None:
         # The server speaks to a site, and to nobody without a certificate of its authority.
         assert first_words(port, run.kits["site-1"], with_certificate=True)
         assert first_words(port, run.kits["site-1"], with_certificate=False) == b""
+        # Nor does a participant to other processes of its machine.
+        for name in ("server", "site-1"):
+            (inside,) = loopback_ports(run.started[name].pid)
+            assert hangs_up(inside, run.kits["site-1"], with_certificate=False), name
+            assert not hangs_up(inside, run.kits["site-1"], with_certificate=True), name
         self_signed(run.kits["site-2"])
         assert first_words(port, run.kits["site-2"], with_certificate=True) == b""
         with (tmp_path / "stranger.log").open("wb") as log:

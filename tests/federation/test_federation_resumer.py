@@ -46,7 +46,7 @@ class Server:
         parts = {"job_store": FilesystemStorage(), SystemComponents.JOB_MANAGER: self.store}
         self.there: list[str] = []  # sites that are connected
         clients = lambda: [SimpleNamespace(name=site) for site in self.there]  # noqa: E731
-        engine = Mock(spec=ServerEngineSpec, get_component=parts.get, get_clients=clients)
+        engine = Mock(spec=ServerEngineSpec, get_component=parts.get, get_clients=clients, get_cell=Mock())
         self.context = FLContext()
         self.context.get_engine = lambda: engine
 

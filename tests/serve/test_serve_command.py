@@ -73,6 +73,8 @@ def test_a_stranger_serves_a_run_from_another_folder_and_stops_it(
         ),
         (["--method", "homlora", "--port", "0"], "has no method 'homlora'"),
         (["--tokens", "EMPTY", "--port", "0"], "no tokens; a table for each holder"),
+        (["--tokens", "MISSPELT", "--port", "0"], "[nroth]: unknown model 'nroth'; did you mean 'north'?"),
+        (["--max-length", "9999", "--port", "0"], "--max-length is 9999, but the model takes 128 tokens"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(
@@ -89,6 +91,7 @@ def test_what_cannot_be_served_is_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "TOKEN").write_text(LONG)
     (tmp_path / "EMPTY").write_text("")
+    (tmp_path / "MISSPELT").write_text(f'[nroth]\ntoken = "{LONG}"')
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

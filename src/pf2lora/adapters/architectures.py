@@ -45,7 +45,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": LLAMA_LIKE,
     "gemma": LLAMA_LIKE,
     "gemma2": LLAMA_LIKE,
+    "gemma3_text": LLAMA_LIKE,
     "olmo2": LLAMA_LIKE,
+    "phi": LLAMA_LIKE,
+    "phi3": Architecture(
+        ("self_attn.qkv_proj",), fused=("q", "k", "v"), adapted_parts=("q", "v"), attention="causal"
+    ),
 }
 
 HEADS = ("classifier", "score", "qa_outputs")
@@ -81,6 +86,17 @@ def needed_mask(
         mask == 0, torch.finfo(dtype).min
     )
     return bias[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
+
+
+def packed_mask(examples: Tensor, dtype: torch.dtype) -> Tensor:
+    """Who sees whom in rows (rows, tokens) that hold several examples, by the number of each token's example: a token
+    those before it of its own example. (rows, 1, tokens, tokens), to be added to the scores; made without asking the
+    device anything, so that it can be recorded."""
+    apart = examples.unsqueeze(2) != examples.unsqueeze(1)
+    apart |= torch.ones_like(apart[0]).triu(1)
+    return torch.zeros(apart.shape, dtype=dtype, device=apart.device).masked_fill(
+        apart, torch.finfo(dtype).min
+    )[:, None]
 
 
 def keep_position_buckets(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pf2lora.errors import UserError
 from pf2lora.settings import setting
 
+ALL_LINEAR = "all-linear"
 HEAD_MODES = ("shared", "personal", "frozen")
 
 
@@ -14,10 +15,10 @@ HEAD_MODES = ("shared", "personal", "frozen")
 class AdapterSpec:
     """`client_rank` 0 leaves out D_kC_k. `scaling` and `client_scaling` are s and s̃ (lora_alpha / r).
 
-    `targets` are module names, name endings or patterns (`*.3.*.query`); empty takes the architecture's query
-    and value. `client_bias` adds, to the client's own adapter, a bias for each output of the head's last layer, where
-    that has a bias at all. `head` is trained with x and averaged ("shared"), trained and never sent ("personal"), or
-    "frozen".
+    `targets` are module names, name endings or patterns (`*.3.*.query`); empty takes the architecture's query and
+    value, "all-linear" every linear layer but the head's and the output layer, as PEFT does. `client_bias` adds, to the
+    client's own adapter, a bias for each output of the head's last layer, where that has a bias at all. `head` is
+    trained with x and averaged ("shared"), trained and never sent ("personal"), or "frozen".
     """
 
     rank: int = setting(8, "rank r of the common adapter", everyday=True)
@@ -26,7 +27,7 @@ class AdapterSpec:
     client_scaling: float = setting(1.0, "the client adapter's scaling")
     dropout: float = setting(0.0, "dropout on the adapters' input")
     targets: tuple[str, ...] = setting(
-        (), "layers to adapt: names, endings or patterns (default: query and value)"
+        (), "layers to adapt: names, endings or patterns, or all-linear (default: query and value)"
     )
     head: str = setting("shared", "the task's head: shared, personal or frozen")
     client_bias: bool | None = setting(

@@ -6,7 +6,6 @@ as (M, b·T, n) and multiplies it with the stacked adapters.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -23,6 +22,7 @@ from pf2lora.adapters.architectures import (
     Architecture,
     keep_position_buckets,
     needed_mask,
+    packed_mask,
     stack_relative_positions,
 )
 from pf2lora.adapters.base_model import fresh_parameters
@@ -30,7 +30,8 @@ from pf2lora.adapters.first_state import factor_entries, first_values
 from pf2lora.adapters.layer_passes import set_passes, stacked_layers
 from pf2lora.adapters.layers import Adapted, ClientLinear, Part, Projection, aligned, precision, sizes
 from pf2lora.adapters.output_layer import output_layer, target_losses
-from pf2lora.adapters.spec import AdapterSpec
+from pf2lora.adapters.spec import ALL_LINEAR, AdapterSpec
+from pf2lora.adapters.targets import find_targets, split_parts
 from pf2lora.core.factors import down, up
 from pf2lora.core.layout import Entry, Layout
 from pf2lora.core.randomness import generator
@@ -67,7 +68,7 @@ class TwoLevelModel:
                 raise UserError(
                     f"rank {self.spec.rank} is above the size of layer {name!r}, which is {smallest}"
                 )
-            layer = Adapted(base, split_parts(name, base, self.architecture), self.spec, number)
+            layer = Adapted(base, self._parts(name, base), self.spec, number)
             self.model.set_submodule(name, layer)
             adapted[name] = layer
         if self.architecture.attention != "own" and not self.spec.dropout:
@@ -78,6 +79,11 @@ class TwoLevelModel:
                 }:
                     layer.shares_input_with = [after]  # query and value of one attention see the same input
         return adapted
+
+    def _parts(self, name: str, base: Projection) -> list[Part]:
+        if self.spec.targets == (ALL_LINEAR,):  # whole projections, as PEFT takes them
+            return [Part(name, 0, sizes(base)[1])]
+        return split_parts(name, base, self.architecture, self.model.config)
 
     @property
     def head_roots(self) -> list[str]:
@@ -170,10 +176,14 @@ class TwoLevelModel:
         *,
         attention_mask: Tensor | None = None,
         key: Tensor | None = None,
+        examples: Tensor | None = None,
         **inputs: Any,
     ) -> Tensor:
-        """A language model's loss of the `following` token at every position that is `counted` (`target_losses`)."""
+        """A language model's loss of the `following` token at every position that is `counted` (`target_losses`).
+        Where rows hold several `examples`, their numbers say which token belongs to which."""
         inputs["use_cache"] = False
+        if examples is not None:
+            attention_mask = packed_mask(examples, self.dtype)
         if self.output_layer is None:
             logits = self._run(self.model, common, personal, attention_mask, key, inputs).logits
             flat = logits.flatten(0, 1).to(counted.dtype)
@@ -192,9 +202,11 @@ class TwoLevelModel:
     ) -> Any:
         fused = self.model.config._attn_implementation != "eager"
         length = inputs["input_ids"].shape[1]
-        mask = needed_mask(
-            self.architecture, attention_mask, self.dtype, common.device, length=length, fused=fused
-        )
+        mask = attention_mask
+        if mask is None or mask.dim() < 4:  # else it is ready-made
+            mask = needed_mask(
+                self.architecture, attention_mask, self.dtype, common.device, length=length, fused=fused
+            )
         with self.bound(common, personal, key):
             run = module if is_differentiated_twice() else self.compiled.get(module, module)
             return run(attention_mask=mask, **inputs)
@@ -291,43 +303,3 @@ class TwoLevelModel:
     def layer_names(self) -> list[str]:
         """The adapted parts, in the order of the layouts: equal shapes together, within them as in the model."""
         return [e.module for e in self.common_layout.entries if e.kind == "A"]
-
-
-def split_parts(name: str, base: nn.Module, architecture: Architecture) -> list[Part]:
-    assert isinstance(base, Projection)
-    out = sizes(base)[1]
-    if not (architecture.fused and any(name.endswith(t) for t in architecture.targets)):
-        return [Part(name, 0, out)]
-    width = out // len(architecture.fused)
-    return [
-        Part(f"{name}.{part}", i * width, (i + 1) * width)
-        for i, part in enumerate(architecture.fused)
-        if part in architecture.adapted_parts
-    ]
-
-
-def find_targets(model: nn.Module, wanted: Sequence[str], architecture: Architecture) -> list[str]:
-    """The linear layers that `wanted` names, by name, ending or pattern; the architecture's default without."""
-    head = HEADS + architecture.extra_head
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, Projection) and name.split(".")[0] not in head
-    ]
-    patterns = list(wanted) or list(architecture.targets)
-    found = [n for n in linear if any(matches(n, p) for p in patterns)]
-    unmatched = [p for p in patterns if not any(matches(n, p) for n in linear)]
-    if unmatched or not found:
-        candidates = sorted({n.split(".")[-1] for n in linear})
-        what = (
-            f"no layer matches the target {unmatched[0]!r}" if unmatched else "no default targets are known"
-        )
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        raise UserError(
-            f"{what} in this model ({kind}); linear layers to choose from: {', '.join(candidates)}"
-        )
-    return found
-
-
-def matches(name: str, pattern: str) -> bool:
-    return name == pattern or name.endswith(f".{pattern}") or fnmatch.fnmatchcase(name, pattern)

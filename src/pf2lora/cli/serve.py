@@ -76,7 +76,9 @@ def serve(
     access = Access()
     if token_file is not None:
         access = read_token_file(token_file)
-    elif tokens is None and (token := os.environ.get(TOKEN)):
+    elif tokens is not None:
+        read_tokens(tokens)  # what is wrong with it is said before anything is loaded
+    elif token := os.environ.get(TOKEN):
         access = one_token(token, f"${TOKEN}")
     from pf2lora.serve.server import address_of, check_tls, listen, make_server
 

@@ -126,6 +126,7 @@ class Encoded:
     pad_to_multiple_of: int = 1  # a batch's length is rounded up to this
     chosen: tuple[int, ...] | None = None  # the clients that are looked at, in this order; None: each once
     targets: np.ndarray | None = None
+    examples: tuple[int, ...] | None = None  # how many clients have, where a row holds several of them
 
     @property
     def clients(self) -> tuple[int, ...]:
@@ -147,6 +148,10 @@ class Encoded:
 
     def sizes(self) -> list[int]:
         return [stop - start for start, stop in self.spans]
+
+    def example_counts(self) -> list[int]:
+        """How many examples each client has, in whatever rows they stand."""
+        return self.sizes() if self.examples is None else [self.examples[k] for k in self.clients]
 
     def length(self, index: np.ndarray) -> int:
         """How long the rows at `index` are when they are padded to the longest of them."""
@@ -198,7 +203,12 @@ class Encoded:
         """The same rows as one client's."""
         columns = self.token_columns, self.row_columns
         return Encoded(
-            *columns, self.lengths, (0, self.starts[-1]), self.pad_to_multiple_of, targets=self.targets
+            *columns,
+            self.lengths,
+            (0, self.starts[-1]),
+            self.pad_to_multiple_of,
+            targets=self.targets,
+            examples=None if self.examples is None else (sum(self.examples),),
         )
 
 
@@ -225,7 +235,7 @@ class EncodedSource:
 
     @property
     def sizes(self) -> list[int]:
-        return self.data.sizes() * len(self.seeds)
+        return self.data.example_counts() * len(self.seeds)
 
     def learner(self, i: int) -> tuple[int, int]:
         """The seed and the client of learner i."""

@@ -60,9 +60,9 @@ def read_token_file(path: Path) -> Access:
     return one_token(read_text(path, 4096, "token file"), str(path))
 
 
-def read_tokens(path: Path, served: Collection[str]) -> Access:
+def read_tokens(path: Path, served: Collection[str] | None = None) -> Access:
     """A TOML file with a table for each holder: its `token`, and the `models` that it opens; without these, the model
-    of the holder's own name and what is everybody's."""
+    of the holder's own name and what is everybody's. Names are checked where it is known what is `served`."""
     tables = read_toml(path, "token file")
     holders: dict[bytes, Holder] = {}
     for name, table in tables.items():
@@ -83,15 +83,15 @@ def read_tokens(path: Path, served: Collection[str]) -> Access:
     return Access(holders.values())
 
 
-def opened(path: Path, name: str, asked: object, served: Collection[str]) -> frozenset[str] | None:
+def opened(path: Path, name: str, asked: object, served: Collection[str] | None) -> frozenset[str] | None:
     """The models that a holder's table names."""
-    models = [name, *(model for model in FOR_ALL if model in served)] if asked is None else asked
+    models = [name, *(model for model in FOR_ALL if model in (served or ()))] if asked is None else asked
     if not isinstance(models, list) or not all(isinstance(model, str) for model in models):
         raise UserError(f"{path}: [{name}] has models = {shown(models)}; it must be a list of names")
     if EVERYTHING in models:
         return None
     for model in models:
-        if model not in served:
+        if served is not None and model not in served:
             hint = f"{path}: [{name}]: " + str(unknown("model", model, served))
             raise UserError(hint + ('; models = ["*"] opens all' if asked is None else ""))
     return frozenset(models)

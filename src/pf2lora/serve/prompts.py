@@ -25,7 +25,7 @@ class Prompts:
 
     def __init__(self, task: Generation, model: TwoLevelModel, longest: int | None = None) -> None:
         self.task, self.tokenizer = task, task.tokenizer
-        self.longest = longest or positions(model)
+        self.longest = positions(model, longest)
         self.ends = end_tokens(task, model)
         self.lock = threading.Lock()  # requests are made into tokens beside the event loop, one at a time
 
@@ -78,10 +78,12 @@ class Prompts:
         return GrowingText(decode, stops, blank_before=True)
 
 
-def positions(model: TwoLevelModel) -> int:
-    """How many tokens prompt and answer may have together, unless somebody says otherwise."""
+def positions(model: TwoLevelModel, asked: int | None) -> int:
+    """How many tokens prompt and answer may have together: as many as somebody asked for, where the model can."""
     known = getattr(model.model.config, "max_position_embeddings", None)
-    return min(known or MOST_POSITIONS, MOST_POSITIONS)
+    if asked and known and asked > known:
+        raise UserError(f"--max-length is {asked}, but the model takes {known} tokens")
+    return asked or min(known or MOST_POSITIONS, MOST_POSITIONS)
 
 
 def end_tokens(task: Generation, model: TwoLevelModel) -> frozenset[int]:

@@ -226,7 +226,7 @@ def pad_columns(
     lengths = np.array([len(row) for row in ids])
     width = int(lengths.max(initial=1))
     columns = {}
-    for name in ("input_ids", "token_type_ids", "target"):
+    for name in ("input_ids", "token_type_ids", "target", "example", "position"):
         if name in tokens:
             fill = pad if name == "input_ids" else 0
             column = np.full((len(ids), width), fill, dtype=np.int32)

@@ -29,6 +29,7 @@ from pf2lora.federation.flare.processes import (
     locked,
     read_kit,
 )
+from pf2lora.federation.flare.provision import INSIDE
 from pf2lora.federation.flare.reach import PATIENCE, connected, proxy_for
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.checkup import (
@@ -43,7 +44,7 @@ from pf2lora.federation.protocol.checkup import (
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.site_setup import SITE_FILE
 
-RULES = ("resources.json", "authorization.json")  # without which FLARE would fall back on its own
+RULES = ("resources.json", "authorization.json", INSIDE)  # without which FLARE would fall back on its own
 OF_A_SITE = (*RULES, "privacy.json")
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex(
     "000000040000000000"

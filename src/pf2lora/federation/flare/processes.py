@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 EXPIRING = 30  # days before its end in which a certificate is spoken of
+ERRORS, REFUSED = (
+    "error_log.txt",
+    "registration rejected",
+)  # FLARE's, in a kit, and what it says there of a double
 STOP_TIMEOUT = 10.0  # seconds between asking a process to stop and making it
 ENGINE = {
     "NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5",  # a job's end does not wait 900 s for a site that is gone
@@ -278,7 +282,9 @@ def in_foreground(
     kit: Kit, meanwhile: Callable[[], None] = lambda: None, log: IO[bytes] | None = None
 ) -> int:
     """Run a participant until it ends or Ctrl-C; its exit code. `meanwhile` is done now and then; what FLARE says goes
-    to `log`, or else where this process's own words go."""
+    to `log`, or else where this process's own words go. A UserError where the server refuses a double."""
+    errors = kit.folder / ERRORS
+    before = errors.stat().st_size if errors.exists() else 0
     process = start(kit, log)
     with running({kit.name: process}):
         try:
@@ -287,4 +293,19 @@ def in_foreground(
                 time.sleep(0.2)
         except KeyboardInterrupt:
             return 0
+    if process.returncode and REFUSED in new_text(errors, before):
+        raise UserError(
+            f"the server refused {kit.name}, because one is connected already: end that one, or ask the lead whether "
+            f"somebody else has this kit; one that was cut off is let in after two minutes"
+        )
     return process.returncode
+
+
+def new_text(file: Path, before: int) -> str:
+    """What a log has beyond its first bytes."""
+    try:
+        with file.open("rb") as opened:
+            opened.seek(before)
+            return opened.read().decode("utf8", errors="replace")
+    except OSError:
+        return ""

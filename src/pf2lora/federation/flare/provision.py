@@ -24,6 +24,7 @@ SCOPE = "pf2lora"
 SITE_CLASSES = ["pf2lora.federation.flare.executor.SiteExecutor"]
 SERVER_CLASSES = ["pf2lora.federation.flare.controller.FederationController"]
 HEARTBEAT_TIMEOUT = 60  # seconds of silence after which a site counts as gone
+INSIDE = "comm_config.json"  # in everybody's `local/`: how FLARE's processes on a machine talk
 SITE_LIST = "sites.json"  # in the server's `local/`: who was provisioned
 SILENCE = (
     20  # seconds without a byte after which a site asks once more: FLARE's 300 are lost when a link is cut
@@ -213,8 +214,15 @@ def harden_server(kit: Path) -> None:
 def harden_everyone(kit: Path, view: str) -> None:
     """Who may do what: a lead runs jobs without code; a member looks; nobody gets a shell on anybody's machine.
 
-    `view` is what people may see of this machine: the server's state, and of a site nothing, errors included.
+    `view` is what people may see of this machine: the server's state, and of a site nothing, errors included. Between
+    a participant's own processes, too, both ends show the kit's certificate: FLARE's default is open to all users of
+    the machine.
     """
+    inside = {"host": "localhost", "connection_security": "mtls"}
+    atomic.write_json(
+        kit / "local" / INSIDE,
+        {"allow_adhoc_conns": False, "internal": {"scheme": "tcp", "resources": inside}},
+    )
     nothing = dict.fromkeys(("submit_job", "clone_job", "manage_job", "download_job", "operate"), "none")
     never = dict.fromkeys(("shell_commands", "byoc", "server-predeployed-flwr"), "none")
     lead = {

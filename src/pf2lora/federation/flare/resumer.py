@@ -13,10 +13,12 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, SystemComponents
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.fl_exception import NotAuthenticated
 from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.apis.job_def import Job, JobMetaKey, RunStatus
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
+from pf2lora.federation.flare.doubles import Connections
 from pf2lora.federation.flare.keys import removed
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.run_status import (
@@ -29,7 +31,6 @@ from pf2lora.federation.protocol.run_status import (
     write_status,
 )
 
-TWICE = 10.0  # seconds after a sign of life in which a second registration is strange
 TRIES, RETURNS = (
     3,
     20,
@@ -50,12 +51,17 @@ class RunResumer(FLComponent):
         super().__init__()
         self.root = Path.cwd()  # FLARE starts in the server's kit
         self.seen: set[str] = set()  # sites heard of since this server started
+        self.connections = Connections()
         self.tries: dict[str, tuple[int, int]] = {}  # run: (finished rounds, continuations since)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """FLARE's events: the server was started, a site was heard of, a job ended."""
         if event_type == EventType.SYSTEM_START:
             self.started(fl_ctx)
+        elif event_type == EventType.CLIENT_REGISTER_RECEIVED:
+            peer = fl_ctx.get_peer_context()
+            if peer and peer.get_identity_name():
+                self.refuse_double(peer.get_identity_name())
         elif event_type in (EventType.CLIENT_REGISTER_PROCESSED, EventType.CLIENT_HEARTBEAT_PROCESSED):
             peer = fl_ctx.get_peer_context()
             if peer and peer.get_identity_name():
@@ -76,7 +82,11 @@ class RunResumer(FLComponent):
     def started(self, fl_ctx: FLContext) -> None:
         """What ran when the server ended runs no longer, whatever the store says; runs that were not at their end go
         on."""
-        manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
+        engine = fl_ctx.get_engine()
+        engine.get_cell().core_cell.set_cell_disconnected_cb(
+            lambda cell: self.connections.closed(cell.get_fqcn())
+        )
+        manager = engine.get_component(SystemComponents.JOB_MANAGER)
         for job in manager.get_jobs_by_status([RunStatus.RUNNING, RunStatus.DISPATCHED], fl_ctx):
             manager.set_status(job.job_id, RunStatus.FINISHED_ABNORMAL, fl_ctx)
         newest: dict[str, Job] = {}
@@ -100,15 +110,30 @@ class RunResumer(FLComponent):
     def heard(self, site: str, registered: bool) -> None:
         """A site found this server: it registered, or its heartbeat goes on after the server was started again. One
         that registers while it is heard of may be two: that is said aloud."""
-        alive = self.root / ALIVE / os.path.basename(site)
-        if registered and alive.exists() and time.time() - alive.stat().st_mtime < TWICE:
-            line = f"{site} registered while it was connected: it was started again, or somebody else has its kit"
-            print(f"pf2lora: {line}", file=sys.stderr, flush=True)
-            audit.record(self.root, "registered twice", site=site, line=line)
+        if registered and is_site(site) and self.connections.heard_lately(site):
+            line = (
+                f"{site} registered while it was heard of: it was started again, or somebody else has its kit"
+            )
+            self.say("registered twice", site, line)
+        self.connections.heard(site)
         if registered or site not in self.seen:
             note(self.root / SITES, site)
         note(self.root / ALIVE, site)
         self.seen.add(site)
+
+    def refuse_double(self, site: str) -> None:
+        """One who registers as a site that is connected and heard of has a copy of its kit: FLARE refuses it for this
+        exception, and tells it so."""
+        if is_site(site) and self.connections.lives(site):
+            self.connections.refused(site)
+            line = f"a second {site} was refused: one is connected already. Does somebody else have its kit?"
+            self.say("refused a second", site, line)
+            raise NotAuthenticated(line)
+
+    def say(self, event: str, site: str, line: str) -> None:
+        """Aloud, and in the audit log."""
+        print(f"pf2lora: {line}", file=sys.stderr, flush=True)
+        audit.record(self.root, event, site=site, line=line)
 
     def serve(self, site: str, fl_ctx: FLContext) -> None:
         """A site that was away at the end of a run gets its last x."""
@@ -171,6 +196,11 @@ class RunResumer(FLComponent):
         """What a job has of one that it goes on with."""
         job = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER).get_job(ended, fl_ctx)
         return {key.value: job.meta[key.value] for key in CARRIED if key.value in job.meta}
+
+
+def is_site(name: str) -> bool:
+    """People, whose names are e-mail addresses, may look from two places at once."""
+    return "@" not in name
 
 
 def note(folder: Path, site: str) -> None:

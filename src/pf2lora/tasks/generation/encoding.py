@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Self
+from itertools import accumulate, pairwise
+from typing import Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,19 +16,11 @@ from pf2lora.errors import UserError
 from pf2lora.tasks.base import Examples, pad_columns
 from pf2lora.tasks.generation.chat import ChatTemplate
 from pf2lora.tasks.generation.conversations import Conversation
+from pf2lora.tasks.generation.packing import pack
 from pf2lora.tasks.generation.settings import GenerationSettings, TextRow
+from pf2lora.tasks.generation.tokens import Tokens
 
 LEAST = 2  # target tokens that an example must keep in its window: one, and the end of its text
-
-
-class Tokens(NamedTuple):
-    """An example: its tokens, and for each of them whether it is the model's to write (1) or given (0)."""
-
-    ids: list[int]
-    target: list[int]
-
-    def cut(self, length: int) -> Tokens:
-        return Tokens(self.ids[:length], self.target[:length])
 
 
 @dataclass(frozen=True)
@@ -64,10 +57,11 @@ class Encoder:
         first = self.tokenizer.bos_token_id
         return [self.tokenizer.eos_token_id if first is None else first]
 
-    def encode(self, clients: Sequence[Sequence[TextRow]], *, training: bool) -> PromptExamples:
-        """The rows of clients side by side; an example whose window has no room for a target is left out."""
+    def encode(self, clients: Sequence[Sequence[TextRow]], *, training: bool) -> Encoded:
+        """The rows of clients side by side, as `PromptExamples`, or packed to be trained on. An example whose window
+        has no room for a target is left out."""
         rows = [row for client in clients for row in client]
-        examples, prompts = self.examples(rows), self.prompts(rows)
+        examples = self.examples(rows)
         kept: list[Tokens] = []
         row_numbers, sizes, full, cut, lost = [], [0] * len(clients), 0, 0, 0
         places = ((k, i) for k, client in enumerate(clients) for i in range(len(client)))
@@ -82,13 +76,25 @@ class Encoder:
                 row_numbers.append(number)
                 sizes[owner] += 1
         self.report(len(rows), full, cut, lost, sizes, training)
+        if training and self.settings.packing and len(kept) > 1:
+            return self.packed(kept, sizes)
         tokens = {"input_ids": [e.ids for e in kept], "target": [e.target for e in kept]}
         return PromptExamples(
             **vars(pad_columns(tokens, self.pad, {}, sizes)),
             row_numbers=np.array(row_numbers),
             row_counts=tuple(map(len, clients)),
-            prompts=self.prompt_columns(prompts, [len(client) for client in clients]),
+            prompts=self.prompt_columns(self.prompts(rows), [len(client) for client in clients]),
         )
+
+    def packed(self, examples: Sequence[Tokens], sizes: Sequence[int]) -> Encoded:
+        """The clients' examples, several in a row of the window's length."""
+        starts = [0, *accumulate(sizes)]
+        columns, rows = pack([examples[a:b] for a, b in pairwise(starts)], self.settings.max_length)
+        self.note(
+            f"{len(examples)} training examples are packed into {sum(rows)} rows of at most "
+            f"{self.settings.max_length} tokens, of which --batch-size counts (the fewest of a client: {min(rows)})"
+        )
+        return replace(pad_columns(columns, self.pad, {}, rows), examples=tuple(sizes))
 
     @cached_property
     def chat(self) -> ChatTemplate:

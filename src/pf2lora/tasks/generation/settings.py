@@ -45,6 +45,9 @@ class GenerationSettings(TaskSettings[TextRow]):
     separator: str | None = setting(
         None, "text between prompt and target (default: the beginning-of-text token)"
     )
+    packing: bool = setting(
+        False, "several short examples in one row of max_length tokens, each seeing itself alone"
+    )
     scores: str | None = setting(None, "scores of generated text: e2e or webnlg (default: the data set's)")
     prompt: str | None = setting(None, "column of the prompt (guessed)", column=True)
     target: str | None = setting(None, "column of the target (guessed)", column=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from pf2lora.adapters.architectures import ARCHITECTURES
 from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, listed
 from pf2lora.tasks.base import Example, Scores, Shown, Task, predict_rows
 from pf2lora.tasks.generation import scores as nlg
 from pf2lora.tasks.generation.decoding import NoRepeatInText, left_padded
@@ -97,10 +98,12 @@ class Generation(Task[TextRow, Continuation]):
                 f"max_length {length} and max_new_tokens {new} are {length + new} tokens, but the model takes "
                 f"{longest}: lower one of them"
             )
+        if self.settings.packing:
+            check_packing(model, length)
         model.config.pad_token_id = self.pad
         return model
 
-    def encode(self, clients: Sequence[Sequence[TextRow]], *, training: bool) -> PromptExamples:
+    def encode(self, clients: Sequence[Sequence[TextRow]], *, training: bool) -> Encoded:
         return self.encoder.encode(clients, training=training)
 
     # --- loss and generation -----------------------------------------------------------------------------
@@ -118,11 +121,15 @@ class Generation(Task[TextRow, Continuation]):
         """The loss of every token given those before it, zero outside the targets, and where the targets are."""
         ids, counted = batch.tensors["input_ids"], counted_positions(batch)
         following, counts = ids.roll(-1, 1), counted.to(common.dtype)  # position t predicts token t + 1
+        packed: dict[str, Any] = {}
+        if "example" in batch.tensors:
+            packed = {"examples": batch.tensors["example"], "position_ids": batch.tensors["position"]}
         losses = model.token_losses(
             *(common, personal, following, counts, batch.targets),
             attention_mask=batch.mask,
             key=batch.key,
             input_ids=ids,
+            **packed,
         )
         return losses, counted
 
@@ -224,7 +231,7 @@ class Generation(Task[TextRow, Continuation]):
         return {group: counts[group] for group in sorted(counts)}
 
     def show(self, row: TextRow) -> Shown:
-        encoded = self.encode([[row]], training=True)
+        encoded = self.encode([[row]], training=True)  # a row alone is not packed with others
         target = encoded.token_columns["target"][0].bool().tolist()
         return self.shown(encoded, 0, target, f"loss on {sum(target)} of {int(encoded.lengths[0])} tokens")
 
@@ -244,3 +251,17 @@ def counted_positions(batch: Batch) -> Tensor:
     following = torch.zeros_like(target)
     following[:, :-1] = target[:, 1:]
     return following
+
+
+def check_packing(model: PreTrainedModel, length: int) -> None:
+    """Packed rows need a model whose attention is told who sees whom, and examples that no window cuts."""
+    kind = model.config.model_type
+    if kind not in ARCHITECTURES or ARCHITECTURES[kind].attention != "causal":
+        causal = [name for name, known in ARCHITECTURES.items() if known.attention == "causal"]
+        raise UserError(f"--packing does not know models of the kind {kind!r} (known: {listed(causal)})")
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None and getattr(model.config, "use_sliding_window", True) and length > window:
+        raise UserError(
+            f"--packing: this model's attention reaches {window} tokens back, and max_length is {length}: give "
+            f"--max-length {window}"
+        )
