@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +28,13 @@ SERVED = {"llama": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pro
 DEFAULT_MAX_RANK = 16  # of vLLM's --max-lora-rank
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
-    """A Llama's adapters at the default ranks, and the logits they give here."""
+@pytest.fixture(scope="module", params=[(), tuple(sorted(SERVED["llama"]))], ids=["default", "all"])
+def written(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A Llama's adapters at the default ranks, of the default layers and of all, and the logits they give here."""
     root = tmp_path_factory.mktemp("served")
     causal("llama", torch.float32).save_pretrained(root / "base")
     base = load_model(AutoModelForCausalLM, str(root / "base"), torch.float32)
-    model = TwoLevelModel(base, AdapterSpec(scaling=1.5, client_scaling=0.7))
+    model = TwoLevelModel(base, AdapterSpec(targets=request.param, scaling=1.5, client_scaling=0.7))
     x, y = random_client(model)
     save_client(root, model, "north", x[0], y[0], "CAUSAL_LM", str(root / "base"))
     save_common(root, model, x[0], "CAUSAL_LM", str(root / "base"))
@@ -47,7 +48,7 @@ def test_vllms_rules_are_kept(written: tuple[Path, torch.Tensor], folder: str) -
     assert config["peft_type"] == "LORA" and config["task_type"] == "CAUSAL_LM"
     assert not config["modules_to_save"] and config["bias"] == "none"
     assert not config.get("use_dora") and not config.get("use_rslora")
-    assert config["r"] <= DEFAULT_MAX_RANK
+    assert config["r"] <= DEFAULT_MAX_RANK and not config["rank_pattern"]
     tensors = load_file(written[0] / folder / "adapter_model.safetensors")
     named = [re.fullmatch(r"base_model\.model\.(.+)\.(lora_[AB])\.weight", name) for name in tensors]
     assert all(named), "a server refuses a tensor that is no LoRA factor"
@@ -56,7 +57,7 @@ def test_vllms_rules_are_kept(written: tuple[Path, torch.Tensor], folder: str) -
     assert modules == set(config["target_modules"]) and len(tensors) == 2 * len(modules)
     for module in modules:
         A, B = (tensors[f"base_model.model.{module}.lora_{factor}.weight"] for factor in "AB")
-        assert A.shape[0] == B.shape[1] == config["rank_pattern"].get(module, config["r"])
+        assert A.shape[0] == B.shape[1] == config["r"]
         assert config["lora_alpha"] == config["r"], "servers know one scaling for all layers"
 
 

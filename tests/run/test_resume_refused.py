@@ -115,7 +115,7 @@ def test_another_device_is_refused_and_other_threads_are_said(
     code, out, _ = command_line(monkeypatch, capsys, *args)
     said = " ".join(out.split())
     assert code == 0 and "it was begun with 1 threads, and now has 2: same up to rounding" in said
-    assert "clients_per_pass was all and is 1: same up to rounding" in said
+    assert "clients_per_pass was auto and is 1: same up to rounding" in said
 
 
 @pytest.mark.parametrize("how", [{"schedule": "linear"}, {"warmup": 0.1}])

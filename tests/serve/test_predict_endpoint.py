@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -136,6 +137,18 @@ def test_rows_that_cannot_be_used_spoil_nobody_elses(
     answerer.turn()
     assert len(told[0]) == len(told[2]) == 1
     assert isinstance(told[1], ApiError) and told[1].status == 400 and "no tedious texts" in told[1].message
+
+
+def test_what_is_not_in_the_folder_is_not_served(labels_run: Path, tmp_path: Path) -> None:
+    """A federation's lead has the common adapter, and nobody's own."""
+    run = Path(shutil.copytree(labels_run, tmp_path / "run"))
+    (run / "state" / "clients" / "south.safetensors").unlink()
+    assert list(served_models(opened(run))) == ["common", "north", "west"]
+    shutil.rmtree(run / "state" / "clients")
+    assert list(served_models(opened(run))) == ["common"]
+    (run / "state" / "common.safetensors").unlink()
+    with pytest.raises(UserError, match="no adapter in it to be served"):
+        served_models(opened(run))
 
 
 def test_questions_are_answered(tmp_path: Path) -> None:

@@ -226,6 +226,18 @@ class TwoLevelModel:
         self.repeats_layers = on
         self._set_passes()
 
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Meanwhile passes are run as they are, for a mere measurement."""
+        before = self.compiled, self.compiles_layers
+        self.compiled, self.compiles_layers = {}, False
+        self._set_passes()
+        try:
+            yield
+        finally:
+            self.compiled, self.compiles_layers = before
+            self._set_passes()
+
     def _set_passes(self) -> None:
         for layer in stacked_layers(self.model, self.adapted):
             set_passes(layer, repeated=self.repeats_layers, compiled=self.compiles_layers)

@@ -109,6 +109,9 @@ def serve(
 def introduced(service: Service) -> list[str]:
     """What is served, and what a caller might not expect."""
     lines = [f"models: {listed(service.adapters)}"]
+    elsewhere = [name for name in service.loaded.saved.clients if name not in service.adapters]
+    if elsewhere:
+        lines.append(f"not served, as their adapters are not in this folder: {listed(elsewhere)}")
     if service.prompts is None:
         return [*lines, f"a run of {service.loaded.task.name}: POST /v1/predict"]
     lines.append(f"prompt and answer have at most {service.prompts.longest} tokens")

@@ -29,6 +29,7 @@ from pf2lora.engines.bad_clients import UpdateLedger, check_enough, without
 from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.private import common_start, noisy
 from pf2lora.engines.rates import Rates
+from pf2lora.engines.room import Room
 from pf2lora.engines.share import Share, at_server, copy_first, of_everyone
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.engines.steps import LocalTraining, OnStep, ignore
@@ -157,7 +158,7 @@ def train(
     stepper = make_stepper(F, device, graphs=graphs)
     rates = schedule.rates_of(len(share.here))
     local = LocalTraining(
-        method, F, source, schedule.steps, per_pass, rates, device, stepper, on_step, judges
+        method, F, source, schedule.steps, Room(per_pass), rates, device, stepper, on_step, judges
     )
     steps_done = list(after.steps_done) or [0] * len(names)
     servers = over_tensors(lambda t: t.to(home), after.servers)

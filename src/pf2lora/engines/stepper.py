@@ -20,6 +20,7 @@ import torch
 from pf2lora.core.method import Loss, Method, State, StepStats, over_tensors
 from pf2lora.engines.batches import Batch
 from pf2lora.engines.rates import StepRates
+from pf2lora.engines.room import ran_out
 
 logger = logging.getLogger("pf2lora")
 
@@ -39,6 +40,10 @@ class Stepper(Protocol):
         """The state as one's own, which no later step writes over."""
         ...
 
+    def forget(self) -> None:
+        """Give back the memory that it holds for later steps."""
+        ...
+
 
 @dataclass(frozen=True)
 class PlainStepper:
@@ -53,6 +58,9 @@ class PlainStepper:
 
     def keep(self, state: State) -> State:
         return state
+
+    def forget(self) -> None:
+        """It holds none."""
 
 
 @dataclass
@@ -97,6 +105,8 @@ class GraphStepper:
             try:
                 self.recordings[key] = self.record(method, state, batches, rates)
             except RuntimeError as error:
+                if ran_out(error):
+                    raise
                 logger.warning("steps run without a CUDA graph: %s", obstacle(error))
                 self.plain = True
                 return method.with_rates(rates).step(self.F, state, *batches)
@@ -104,6 +114,9 @@ class GraphStepper:
 
     def keep(self, state: State) -> State:
         return over_tensors(torch.clone, state)
+
+    def forget(self) -> None:
+        self.recordings.clear()
 
     def record(
         self, method: Method, state: State, batches: Sequence[Batch], rates: StepRates = NO_RATES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from pf2lora.core.method import Judge, Loss, Method, State, StepStats, moved, pu
 from pf2lora.engines.bad_clients import UpdateLedger, change, lost
 from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.rates import Rates, StepRates
+from pf2lora.engines.room import Room
 from pf2lora.engines.stepper import NO_RATES, PlainStepper, Stepper
 
 
@@ -63,15 +64,30 @@ def local_steps(
     return step.keep(state), StepStats(losses, torch.stack(shares) if shares else None)
 
 
-def passes(
-    method: Method, state: State, clients: Sequence[int], per_pass: int, number: int
+def variants(
+    method: Method, state: State, clients: Sequence[int], number: int
 ) -> Iterator[tuple[Method, list[int]]]:
-    """Who trains together in round `number`: clients who do it with the same method, as many at a time as fit."""
+    """Who can train together in round `number`: clients who do it with the same method."""
     variants_for_round = method.variants_for_round(state, number)
     for kind in dict.fromkeys(variants_for_round[k] for k in clients):
-        alike = [k for k in clients if variants_for_round[k] == kind]
-        for i in range(0, len(alike), per_pass):
-            yield kind, alike[i : i + per_pass]
+        yield kind, [k for k in clients if variants_for_round[k] == kind]
+
+
+@dataclass
+class Told:
+    """Tells of every step, and takes back those that are undone."""
+
+    on_step: OnStep
+    steps: list[Step] = field(default_factory=list)
+
+    def __call__(self, step: Step) -> None:
+        self.steps.append(step)
+        self.on_step(step)
+
+    def undo(self) -> None:
+        for step in self.steps:
+            self.on_step(step._replace(clients=-step.clients))
+        self.steps.clear()
 
 
 def joined(collected: Sequence[StepStats], order: Sequence[int]) -> StepStats:
@@ -107,7 +123,7 @@ class LocalTraining:
     F: Loss
     source: BatchSource
     steps: int
-    per_pass: int
+    room: Room
     rates: Rates
     device: torch.device | str
     stepper: Stepper
@@ -125,19 +141,33 @@ class LocalTraining:
         """The local steps of round `number`; who is bad keeps its place in `state`, the others' new ones are written
         over it."""
         method, trained_so_far = self.method, Trained([], [], {})
-        for variant, together in passes(method, state, learners, self.per_pass, number):
-            part = moved(take(state, together), self.device)
-            if method.resizes and self.judges is not None and number > 1:
-                part = method.resize(part, self.judges(together))
-            done = [steps_done[i] for i in together]
-            rates = self.rates.of_round(variant, together, number, part.x)
-            how = self.on_step, self.stepper, rates
-            trained, stats = local_steps(variant, self.F, part, self.source, together, done, self.steps, *how)
-            bad = ledger.judge(together, stats.loss, change(part, trained))
-            good = [column for column, i in enumerate(together) if i not in bad]
-            if good:
-                put(state, [together[column] for column in good], take(trained, good))
-            trained_so_far.learners.extend(together)
-            trained_so_far.stats.append(stats)
-            trained_so_far.bad.update(bad)
+        for variant, alike in variants(method, state, learners, number):
+            told = Told(self.on_step)
+
+            def train(
+                together: list[int], variant: Method = variant, told: Told = told
+            ) -> tuple[State, State, StepStats]:
+                told.steps.clear()
+                part = moved(take(state, together), self.device)
+                if method.resizes and self.judges is not None and number > 1:
+                    part = method.resize(part, self.judges(together))
+                done = [steps_done[i] for i in together]
+                rates = self.rates.of_round(variant, together, number, part.x)
+                how = told, self.stepper, rates
+                return part, *local_steps(
+                    variant, self.F, part, self.source, together, done, self.steps, *how
+                )
+
+            def undo(told: Told = told) -> None:
+                told.undo()
+                self.stepper.forget()
+
+            for together, (part, trained, stats) in self.room.passes(alike, train, undo):
+                bad = ledger.judge(together, stats.loss, change(part, trained))
+                good = [column for column, i in enumerate(together) if i not in bad]
+                if good:
+                    put(state, [together[column] for column in good], take(trained, good))
+                trained_so_far.learners.extend(together)
+                trained_so_far.stats.append(stats)
+                trained_so_far.bad.update(bad)
         return trained_so_far

@@ -23,6 +23,7 @@ from pf2lora.run.baselines import baselines
 from pf2lora.run.checkpoints import Checkpoints, Finished
 from pf2lora.run.config import Config, to_dict
 from pf2lora.run.events import Event, Listener, MethodEnded, MethodStarted, RoundEnded, RunEnded, RunStarted
+from pf2lora.run.fitting import fitted
 from pf2lora.run.launch import limited
 from pf2lora.run.made_with import machine, versions
 from pf2lora.run.progress import shown
@@ -243,13 +244,14 @@ def run_together(
 ) -> list[Outcome]:
     """One method with some seeds in the same passes, with its progress."""
     training = workload.config.training
-    trial = set_up(workload, asked, *seeds)
+    with workload.processes.together():
+        trial, fit = fitted(set_up(workload, asked, *seeds))
     method = trial.method
     which = (
         "" if training.seeds == 1 else f", seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     )
     if seeds[0] == training.seed:
-        for line in method.notes():
+        for line in [*method.notes(), *([fit] if fit else [])]:
             watcher.on_note(f"{method.name}: {line}")
     meter = Meter(workload, asked, len(seeds), watcher.event)
     try:

@@ -65,7 +65,9 @@ class TrainingSettings:
     zeta_size: int | None = setting(None, "examples used for the second-order term (default: the batch)")
     participation: float = setting(1.0, "fraction of clients per round")
     weighting: str = setting("uniform", "average clients uniform or by size of their data")
-    clients_per_pass: int | None = setting(None, "clients trained in one pass, bounds memory (default: all)")
+    clients_per_pass: int | Literal["auto"] | None = setting(
+        "auto", "clients trained in one pass, which bounds memory, or auto: as many as the device holds"
+    )
     group_by_length: bool = setting(True, "rows of like length share a batch, which pads less")
     evaluate_every: int | None = setting(
         None,
@@ -104,9 +106,16 @@ class TrainingSettings:
         for name in ("personal_steps", "max_bad_clients"):
             if getattr(self, name) is not None:
                 require_not_negative(self, name)
+        if self.clients_per_pass != "auto":
+            require_positive(self, "clients_per_pass")
         if self.keep not in KEPT:
             raise unknown("round to keep", self.keep, KEPT)
         RateSchedule(self.schedule, self.warmup)  # says what is wrong with them
+
+    @property
+    def most_per_pass(self) -> int | None:
+        """How many clients may share a pass; None: all, unless the device's memory proves too small."""
+        return None if self.clients_per_pass == "auto" else self.clients_per_pass
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from torch import Tensor
 from pf2lora.core.choice import gain
 from pf2lora.core.method import Method, State, moved, over_tensors, put, take
 from pf2lora.engines.local import Round
+from pf2lora.engines.room import Room
 from pf2lora.engines.stepper import make_stepper
-from pf2lora.engines.steps import local_steps, passes
+from pf2lora.engines.steps import local_steps, variants
 from pf2lora.run.config import TrainingSettings
 from pf2lora.run.evaluation import Models, finite, models_in_use
 from pf2lora.run.result import Choice
@@ -192,23 +193,18 @@ def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Mode
     workload, schedule = trial.workload, trial.schedule
     learners = range(len(trial.source.names))
     per_pass = schedule.clients_per_pass or len(learners)
-    state = over_tensors(torch.clone, state)
+    state, room = over_tensors(torch.clone, state), Room(per_pass)
     stepper = make_stepper(trial.F, workload.device, graphs=workload.config.model.graphs)
     for i in range(rounds):
         done = (number + i) * schedule.steps
-        for variant, together in passes(trial.method, state, learners, per_pass, number + i + 1):
-            part = moved(take(state, together), workload.device)
-            rates = trial.rates.outside(variant, together, part.x)
-            part, _ = local_steps(
-                variant,
-                trial.F,
-                part,
-                trial.source,
-                together,
-                [done] * len(together),
-                schedule.steps,
-                stepper=stepper,
-                rates=[rates] * schedule.steps,
-            )
-            put(state, together, part)
+        for variant, alike in variants(trial.method, state, learners, number + i + 1):
+
+            def train(together: list[int], variant: Method = variant, done: int = done) -> State:
+                part = moved(take(state, together), workload.device)
+                rates = [trial.rates.outside(variant, together, part.x)] * schedule.steps
+                begun = trial.F, part, trial.source, together, [done] * len(together), schedule.steps
+                return local_steps(variant, *begun, stepper=stepper, rates=rates)[0]
+
+            for together, part in room.passes(alike, train, stepper.forget):
+                put(state, together, part)
         yield models_in_use(trial, state, number + i + 1, received=False)

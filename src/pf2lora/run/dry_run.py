@@ -13,12 +13,13 @@ import torch
 
 from pf2lora.adapters.base_model import load_tokenizer
 from pf2lora.adapters.two_level import TwoLevelModel
-from pf2lora.core.method import moved, take
+from pf2lora.core.method import Method, moved, take
 from pf2lora.data.client import Client
 from pf2lora.data.files import expand_paths
 from pf2lora.data.loading import filled_in, load_clients
+from pf2lora.engines.room import Room
 from pf2lora.engines.stepper import make_stepper
-from pf2lora.engines.steps import local_steps, passes
+from pf2lora.engines.steps import local_steps, variants
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import costs
@@ -180,16 +181,19 @@ def timed_steps(trial: Trial) -> float:
     stepper = make_stepper(trial.F, trial.workload.device, graphs=False)
     learners = range(len(trial.source.names))
     per_pass = trial.schedule.clients_per_pass or len(learners)
-    total = 0.0
-    for variant, together in passes(trial.method, trial.state, learners, per_pass, 1):
-        part = moved(take(trial.state, together), trial.workload.device)
-        for steps, counted in ((1, False), (TIMED_STEPS, True)):
-            started = time.perf_counter()
-            _, stats = local_steps(
-                variant, trial.F, part, trial.source, together, [0] * len(together), steps, stepper=stepper
-            )
-            stats.loss.tolist()  # a device works on behind its caller's back
-            total += (time.perf_counter() - started) / TIMED_STEPS if counted else 0.0
+    room, total = Room(per_pass), 0.0
+    for variant, alike in variants(trial.method, trial.state, learners, 1):
+
+        def seconds(together: list[int], variant: Method = variant) -> float:
+            part = moved(take(trial.state, together), trial.workload.device)
+            begun = trial.F, part, trial.source, together, [0] * len(together)
+            for steps in (1, TIMED_STEPS):
+                started = time.perf_counter()
+                _, stats = local_steps(variant, *begun, steps, stepper=stepper)
+                stats.loss.tolist()  # a device works on behind its caller's back
+            return (time.perf_counter() - started) / TIMED_STEPS
+
+        total += sum(found for _, found in room.passes(alike, seconds))
     return total
 
 

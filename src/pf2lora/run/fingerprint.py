@@ -101,11 +101,9 @@ def check_same(then: Fingerprint, now: Fingerprint, whose_rows: Callable[[], str
         raise CannotGoOn(f"the clients have other rows ({other or whose_rows()})")
     check_methods(then.settings["training"]["method"], now.settings["training"]["method"])
     lines = []
-    per_pass = [f.settings["training"].get("clients_per_pass") for f in (then, now)]
+    per_pass = [f.settings["training"].get("clients_per_pass", "auto") for f in (then, now)]
     if per_pass[0] != per_pass[1]:
-        lines.append(
-            f"clients_per_pass was {per_pass[0] or 'all'} and is {per_pass[1] or 'all'}: same up to rounding"
-        )
+        lines.append(f"clients_per_pass was {per_pass[0]} and is {per_pass[1]}: same up to rounding")
     if then.processes != now.processes:
         lines.append(f"processes were {then.processes} and are {now.processes}: same up to rounding")
     if then.threads != now.threads:

@@ -56,10 +56,11 @@ class LoadedRun:
         """A client's `(1, P)` and `(1, Q)`; without a name, the common adapter alone."""
         if name is None:
             return self.common()
-        file = self.where / "state" / "clients" / f"{name}.safetensors"
+        file = self.file_of(name)
         if name not in self.saved.clients:
             raise UserError(
-                f"{self.folder} has no client {name!r}; its clients: {', '.join(self.saved.clients)}"
+                f"{self.folder} has no client {name!r}; its clients: "
+                f"{', '.join(self.saved.clients) or 'none (a fetched run has the common adapter alone)'}"
             )
         if self.saved.shares_one_model and not self.joined_later(name):
             return self.common()
@@ -73,6 +74,10 @@ class LoadedRun:
             flat(self.model.personal_layout, parts["personal."], file),
         )
         return common.to(self.device), personal.to(self.device)
+
+    def file_of(self, name: str) -> Path:
+        """Where a client's own x and y are; nowhere, if all clients share one model, or this one's are at its site."""
+        return self.where / "state" / "clients" / f"{name}.safetensors"
 
     def joined_later(self, name: str) -> bool:
         """Whether a client came when the run had ended (run/onboarding.py)."""

@@ -94,8 +94,7 @@ def set_up(
     try:
         if compiled and compiles(workload, name, len(seeds)):
             model.compile()
-        if config.model.checkpointing == "on":
-            model.repeat_layers()
+        model.repeat_layers(config.model.checkpointing == "on")
         names = ["pooled"] if kind.pooled else workload.names
         clients = len(names) if kind.pooled else len(whole.clients)
         positions = (0,) if kind.pooled else share.here
@@ -195,7 +194,7 @@ def schedule_of(config: Config, *seeds: int) -> Schedule:
     t = config.training
     most = 0 if t.strict else t.max_bad_clients
     return Schedule(
-        *(t.rounds, t.steps, t.participation, t.weighting, t.clients_per_pass, seeds, most),
+        *(t.rounds, t.steps, t.participation, t.weighting, t.most_per_pass, seeds, most),
         rates=RateSchedule(t.schedule, t.warmup),
     )
 

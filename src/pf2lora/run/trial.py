@@ -81,7 +81,9 @@ def run(
 
     def stepped(step: Step) -> None:
         watched.steps.add(step)
-        on_step(step.clients * len(trial.names) // len(trial.source.clients))  # other processes' beside them
+        on_step(
+            round(step.clients * len(trial.names) / len(trial.source.clients))
+        )  # other processes' beside them
 
     costs.start_memory_count(workload.device)
     for done in train(

@@ -27,6 +27,7 @@ from pf2lora.run import trial as trials
 from pf2lora.run.cadence import rounds_to_evaluate
 from pf2lora.run.config import Config, difference, from_dict, merged, place_of, to_dict
 from pf2lora.run.events import Event, Progress
+from pf2lora.run.fitting import fitted
 from pf2lora.run.progress import track
 from pf2lora.run.result import SeedRun
 from pf2lora.run.set_up import Trial, set_up
@@ -200,7 +201,7 @@ def run_group(workload: Workload, method: str, group: Sequence[Rates], judged: J
     training = config.training
     seeds = tuple(range(training.seed, training.seed + training.seeds))
     own = tuple(own_rates(method, rates) for rates in group for _ in seeds) if len(group) > 1 else ()
-    trial = set_up(replace(workload, config=config), method, *seeds * len(group), own_rates=own)
+    trial, _ = fitted(set_up(replace(workload, config=config), method, *seeds * len(group), own_rates=own))
     what = shown(group[0]) if len(group) == 1 else f"{len(group)} tries at once"
     try:
         with metered(trial, method, f"{trial.method.label}, {what}: rows") as meter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pf2lora.errors import UserError
 from pf2lora.run.saved import LoadedRun
 from pf2lora.tasks.generation.task import Generation
 
@@ -23,11 +24,15 @@ def served_models(loaded: LoadedRun) -> Adapters:
     if (loaded.where / "state" / "common.safetensors").exists():
         found[COMMON] = on_host(loaded.common())
     for name in loaded.saved.clients:
-        shared = loaded.saved.shares_one_model and not loaded.joined_later(name)
-        found[name] = found[COMMON] if shared else on_host(loaded.client(name))
+        if loaded.saved.shares_one_model and not loaded.joined_later(name):
+            found[name] = found[COMMON]
+        elif loaded.file_of(name).exists():  # a federation's lead has none of the sites' own
+            found[name] = on_host(loaded.client(name))
     if isinstance(loaded.task, Generation):
         nothing = torch.zeros(1, loaded.model.common_layout.size), loaded.no_personal()
         found.setdefault(BASE, on_host(nothing))
+    if not found:
+        raise UserError(f"{loaded.folder}: there is no adapter in it to be served")
     return found
 
 

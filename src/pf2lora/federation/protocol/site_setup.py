@@ -25,6 +25,7 @@ from pf2lora.federation.protocol.masked import SiteMasks, check_maskable
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, PolicyBroken, check_plan, read_policy
 from pf2lora.run.config import Config, from_dict, merged, read_toml
+from pf2lora.run.fitting import fitted
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import load_workload
 from pf2lora.settings import checked, column_settings, setting, types_of
@@ -171,7 +172,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     if policy.models and not {fingerprint, own.model} & set(policy.models):
         raise PolicyBroken(plan, "models")
     place = plan.sites.index(site), len(plan.sites)
-    trial = set_up(workload, plan.method, config.training.seed, place=place)
+    trial, _ = fitted(set_up(workload, plan.method, config.training.seed, place=place))
     if not policy.public_batch_order:
         seed = private_seed(config.training.seed, plan.name, state_folder(plan, file).parent)
         trial = replace(trial, source=replace(trial.source, seeds=(seed,)))

@@ -1,0 +1,133 @@
+"""What memory asks of a run: fewer clients a pass, layers that are run again, or nothing; from two steps' peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from little_world import make_world
+
+from pf2lora.run import fitting
+from pf2lora.run.config import from_settings
+from pf2lora.run.fitting import chosen, clients_asked, clients_within, fitted, longest
+from pf2lora.run.set_up import Trial, set_up
+from pf2lora.run.workload import Workload, load_workload
+
+PLAIN, AGAIN, FIXED = 100, 10, 1000  # bytes of a client's step, and of everything that is there once
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    world = make_world(tmp_path_factory.mktemp("world"))
+    return load_workload(from_settings(world.settings(batch_size=4, dropout=0.1), "test"))
+
+
+@pytest.fixture
+def trial(workload: Workload, request: pytest.FixtureRequest) -> Iterator[Trial]:
+    settings = getattr(request, "param", {})
+    model = replace(workload.config.model, checkpointing=settings.get("checkpointing", "auto"))
+    training = replace(workload.config.training, clients_per_pass=settings.get("clients_per_pass", "auto"))
+    config = replace(workload.config, model=model, training=training)
+    made = set_up(replace(workload, config=config), "pf2lora", 0, 1)
+    before = workload.task.clients_per_pass
+    yield made
+    workload.task.clients_per_pass = before
+    made.model.remove()
+
+
+def peak(trial: Trial, clients: int) -> int:
+    return FIXED + clients * (AGAIN if trial.model.repeats_layers else PLAIN)
+
+
+def learners(trial: Trial) -> int:
+    return len(trial.source.names)
+
+
+def test_where_everybody_fits_nothing_changes(trial: Trial) -> None:
+    found, said = chosen(trial, peak, FIXED + learners(trial) * PLAIN)
+    assert (found.schedule, said) == (trial.schedule, "") and not trial.model.repeats_layers
+
+
+def test_large_passes_are_made_smaller(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clients keep the device busy: running layers again would cost more."""
+    monkeypatch.setattr(fitting, "SATURATED", 2 * fitting.tokens(trial))
+    found, said = chosen(trial, peak, FIXED + 3 * PLAIN)
+    assert found.schedule.clients_per_pass == trial.workload.task.clients_per_pass == 3
+    assert not trial.model.repeats_layers
+    everybody = learners(trial)
+    assert (
+        said
+        == f"to fit into the device's memory, 3 of {everybody} clients share a pass (--clients-per-pass 3)"
+    )
+
+
+def test_small_passes_run_layers_again(trial: Trial) -> None:
+    found, said = chosen(trial, peak, FIXED + 3 * PLAIN)
+    assert trial.model.repeats_layers and found.schedule.clients_per_pass is None
+    assert (
+        said == "to fit into the device's memory, layers are run again for the gradient (--checkpointing on)"
+    )
+
+
+def test_both_where_one_is_not_enough(trial: Trial) -> None:
+    found, said = chosen(trial, peak, FIXED + 2 * AGAIN)
+    assert trial.model.repeats_layers and found.schedule.clients_per_pass == 2
+    assert "run again" in said and "2 of" in said
+
+
+def test_a_device_without_room_for_one_is_left_to_find_out(trial: Trial) -> None:
+    found, _ = chosen(trial, lambda *_: None, 10)
+    assert trial.model.repeats_layers and found.schedule.clients_per_pass == 1
+
+
+@pytest.mark.parametrize("trial", [{"checkpointing": "off"}, {"checkpointing": "on"}], indirect=True)
+def test_what_the_user_says_is_done(trial: Trial) -> None:
+    wanted = trial.workload.config.model.checkpointing == "on"
+    found, said = chosen(trial, peak, FIXED + 2 * (AGAIN if wanted else PLAIN))
+    assert trial.model.repeats_layers is wanted and found.schedule.clients_per_pass == 2
+    assert "run again" not in said  # nobody needs to be told what they asked for
+
+
+@pytest.mark.parametrize("trial", [{"clients_per_pass": 2}], indirect=True)
+def test_no_more_than_the_user_lets_share_a_pass(trial: Trial) -> None:
+    assert clients_asked(trial) == 2
+    found, said = chosen(trial, peak, FIXED + 2 * PLAIN)
+    assert (found.schedule.clients_per_pass, said) == (2, "")
+
+
+def test_how_many_fit(trial: Trial) -> None:
+    assert clients_within(trial, peak, FIXED + PLAIN - 1, 4) == 0
+    assert clients_within(trial, peak, FIXED + PLAIN, 4) == 1
+    assert clients_within(trial, peak, FIXED + 4 * PLAIN - 1, 4) == 3
+    assert clients_within(trial, lambda _, clients: 5 if clients == 1 else None, 10, 4) == 1
+    assert clients_within(trial, lambda _, clients: 5, 10, 4) >= 4  # a step that takes nothing to speak of
+
+
+def test_the_measured_step_has_the_longest_rows(trial: Trial) -> None:
+    batch = longest(trial, 2)
+    assert batch.length == trial.source.data.lengths.max() and batch.clients == 2
+    state = trial.method.init(trial.state.x[:2], trial.state.y[:2])
+    _, stats = trial.method.step(trial.F, state, *[batch] * trial.method.draws)
+    assert torch.isfinite(stats.loss).all()
+
+
+def test_on_a_cpu_nothing_is_measured(trial: Trial) -> None:
+    assert fitted(trial) == (trial, "")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA device's memory is measured")
+def test_the_peak_of_a_step_grows_with_its_clients(tmp_path_factory: pytest.TempPathFactory) -> None:
+    world = make_world(tmp_path_factory.mktemp("world"))
+    workload = load_workload(from_settings(world.settings(batch_size=64, device="cuda"), "test"))
+    made = set_up(workload, "pf2lora", 0)
+    fitting.peak_of_step(made, 1)  # libraries set up their workspaces
+    one, two = (fitting.peak_of_step(made, clients) for clients in (1, 2))
+    assert one is not None and two is not None and one < two
+    found, said = fitted(made)
+    assert (found.schedule, said) == (made.schedule, "")
+    tight = two - (two - one) // 2
+    found, said = chosen(made, fitting.peak_of_step, tight)
+    assert said and (made.model.repeats_layers or found.schedule.clients_per_pass == 1)
+    made.model.remove()
