@@ -27,9 +27,17 @@ from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import Workload
 
 
-def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequence[Path]) -> Result:
-    """Write result, report and adapters into `out`; `sites` are the sites' state folders, none if they are elsewhere.
-    The clients have their own names in them, whatever they are called as sites."""
+def collect(
+    plan: Plan,
+    workload: Workload,
+    server: Path,
+    out: Path,
+    sites: Sequence[Path],
+    traits: Sequence[str] = (),
+) -> Result:
+    """Write result, report and adapters into `out`; `sites` are the sites' state folders, none if they are elsewhere:
+    `traits` are then what is known of their rows. The clients have their own names in them, whatever they are called
+    as sites."""
     from pf2lora import report
 
     config, task = workload.config, workload.task
@@ -51,8 +59,10 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
             answer = private.absolute(trial.method, take(trial.state, [0]), answer, session.done)
         (whole,) = trial.method.common(start, answer.unsqueeze(0), session.done)
         run_folder.save_common(out, trial.model, whole, task.peft_type, config.model.name)
-    if sites:
-        run_folder.save_description(out, run_folder.description(workload, plan.method, config.training.seed))
+    known = run_folder.description(workload, plan.method, config.training.seed)
+    # Clients' adapters that are elsewhere are none that a reader of this folder could use.
+    kept = known if sites else replace(known, clients=[], traits=list(traits))
+    run_folder.save_description(out, kept)
     result = describe(workload, {trial.method.name: MethodResult(trial.method.label, [record])}, [])
     if not sites:  # then what is known of their rows is what they told
         told = [session.sites.get(site, {}) for site in plan.sites]
