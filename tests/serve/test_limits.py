@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 from serving import complete, serving, standing_still
 
+from pf2lora.errors import UserError
 from pf2lora.serve.answering import RowsJob
-from pf2lora.serve.errors import ApiError
-from pf2lora.serve.worker import Worker
+from pf2lora.serve.errors import ApiError, busy
+from pf2lora.serve.worker import Worker, explained
 
 
 def test_whoever_comes_when_the_line_is_full_is_told_to_come_back(generation_run: Path) -> None:
@@ -62,6 +65,17 @@ def test_whoever_goes_away_is_no_longer_written_for(generation_run: Path) -> Non
         assert [job.cancelled for job in served.service.worker._waiting] == [True]
 
 
+def test_half_a_request_is_no_trouble(generation_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(generation_run) as served:
+        host, _, port = served.address.removeprefix("http://").partition(":")
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        for half in ("", head, f"{head}Content-Length: 100\r\n\r\n{{"):
+            with socket.create_connection((host, int(port))) as caller:
+                caller.sendall(half.encode())
+        assert complete(served, "north", "soup")
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_pass_that_fails_ends_its_requests_and_no_others(
     generation_run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +105,21 @@ def test_the_end_waits_for_a_text_and_tells_those_who_wait(generation_run: Path)
             assert slow.wait(10)
             assert worker.alive
     assert text.result(20) and not worker.alive
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory: 3 GiB of north's"), 503, "the device's memory is full"),
+        (UserError("a row that\ncannot be used"), 400, "a row that cannot be used"),
+        (RuntimeError("secret words of a prompt"), 500, "the model failed (RuntimeError)"),
+        (busy(), 429, "too many requests"),
+    ],
+)
+def test_what_a_caller_is_told_of_an_error(error: Exception, status: int, words: str) -> None:
+    told = explained(error)
+    assert told.status == status and words in told.message
+    assert "secret" not in told.message and "north" not in told.message and "\n" not in told.message
 
 
 def test_nobody_fills_the_line_or_the_passes_alone() -> None:

@@ -45,7 +45,8 @@ NormLimit = Annotated[
     ),
 ]
 Wire = Annotated[
-    str, typer.Option("--wire", help="Precision of the common adapter on the network: float32 or bfloat16.")
+    str,
+    typer.Option("--wire", help="Precision of the common adapter on the network: float32, bfloat16 or int8."),
 ]
 DryRun = Annotated[
     bool,
