@@ -164,7 +164,10 @@ def test_a_lead_hears_of_its_own_certificate(
     assert "the certificate of lead@pf2lora.local ends in 29 days: renew it" in capsys.readouterr().err
     monkeypatch.undo()
     expire(lead / "startup")
-    with pytest.raises(UserError, match=r"the certificate of lead@pf2lora.local .* expired on"), session(lead):
+    with (
+        pytest.raises(UserError, match=r"the certificate of lead@pf2lora.local .* expired on"),
+        session(lead),
+    ):
         pass
 
 
