@@ -20,7 +20,7 @@ from timing import machine, milliseconds
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.serve.batch import Row, RunningBatch
-from pf2lora.serve.sampling import Sampler
+from pf2lora.tasks.generation.sampling import Sampler
 
 
 def write(batch: RunningBatch, rows: Sequence[Row], tokens: int) -> list[list[int]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from figures import private_words
 from safetensors.torch import load_file
 from small_federation import SITES, make_plan, make_small, write_model
 from task_federation import make_world
@@ -18,6 +21,8 @@ from pf2lora.federation.flare import admin
 from pf2lora.federation.protocol import fetched
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.run.result import load_result
+from pf2lora.run.saved import load_run
+from pf2lora.tasks.classification.rows import TextRow
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread", "no_java")
@@ -56,6 +61,54 @@ def test_a_fetched_run_has_the_common_adapter_and_the_sites_scores(tmp_path: Pat
     weights = load_file(out / "common" / "adapter_model.safetensors")
     assert any("lora_A" in name for name in weights)
     assert not (out / "clients").exists()
+    card = (out / "common" / "README.md").read_text()
+    assert "4 clients with 220 training rows" in card and not any(site in card for site in SITES)
+
+
+def test_a_fetched_run_is_used_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from pf2lora.cli import app
+
+    small = make_small(tmp_path, make_plan("pf2lora"))
+    small.run()
+    monkeypatch.chdir(tmp_path)
+    fetched.build(handed_out(tmp_path), tmp_path / "out", "model")  # a path of the lead's working folder
+    monkeypatch.chdir("/")
+    found = load_run(tmp_path / "out", device="cpu")
+    common, none = found.common()
+    rows = [json.loads(line) for line in (tmp_path / "test" / "site-1.jsonl").read_text().splitlines()]
+    trial = small.setups["site-1"].trial
+    asked = [TextRow(row["text"], row["label"]) for row in rows]
+    encoded = trial.workload.task.encode([asked], training=False)
+    expected = trial.workload.task.predict(trial.model, common, none, encoded, final=True)[0]
+    assert np.array_equal(np.stack(found.answers(None, asked)), np.stack(expected))
+    said = CliRunner().invoke(
+        app, ["predict", str(tmp_path / "out"), "w1 w2 w30", "--device", "cpu", "--json"]
+    )
+    assert said.exit_code == 0 and json.loads(said.stdout)[0]["predicted"] in ("neg", "pos")
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "out")]).exit_code == 0
+    refused = CliRunner().invoke(app, ["predict", str(tmp_path / "out"), "w1", "--client", "site-1"])
+    assert "its clients: none (a fetched run has the common adapter alone)" in str(refused.exception)
+    pairs = fetched.build(tmp_path / "fetched", tmp_path / "pairs", str(tmp_path / "model"), traits=["pairs"])
+    assert pairs and load_run(tmp_path / "pairs", device="cpu").saved.traits == ["pairs"]
+
+
+@pytest.mark.parametrize("parts", ["all", "no validation"])
+def test_a_site_has_a_card_beside_what_it_deploys(tmp_path: Path, parts: str) -> None:
+    small = make_small(tmp_path, make_plan("pf2lora"))
+    if parts == "no validation":
+        for site, setup in small.setups.items():
+            setup.trial.workload.clients[0].validation.clear()
+            small.sessions[site].models.validated = False
+    small.run()
+    for site in SITES:
+        text = (tmp_path / "state" / site / "trial" / "clients" / site / "README.md").read_text()
+        others = [other for other in SITES if other != site and re.search(rf"{other}\b", text)]
+        assert "rows" in text and f"of {site}; with the other sites" in text and not others
+        assert not private_words(text.split("## Use")[0]) and str(tmp_path) not in text
+        served = json.loads((tmp_path / "server" / "final.json").read_text())[site]["served"]["accuracy"] / 20
+        assert f"{100 * served:.2f} |" in text
 
 
 def test_generated_text_has_its_scores(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,17 @@ def test_whoever_goes_away_is_no_longer_written_for(generation_run: Path) -> Non
                 break
             time.sleep(0.01)
         assert [job.cancelled for job in served.service.worker._waiting] == [True]
+
+
+def test_half_a_request_is_no_trouble(generation_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(generation_run) as served:
+        host, _, port = served.address.removeprefix("http://").partition(":")
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        for half in ("", head, f"{head}Content-Length: 100\r\n\r\n{{"):
+            with socket.create_connection((host, int(port))) as caller:
+                caller.sendall(half.encode())
+        assert complete(served, "north", "soup")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_pass_that_fails_ends_its_requests_and_no_others(

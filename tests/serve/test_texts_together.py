@@ -21,9 +21,9 @@ from pf2lora.run.saved import LoadedRun, load_run
 from pf2lora.serve.batch import Row, RunningBatch
 from pf2lora.serve.models import served_models
 from pf2lora.serve.prompts import Prompts
-from pf2lora.serve.sampling import Sampler, choose
 from pf2lora.serve.text import GrowingText
 from pf2lora.serve.writing import TextJob, Writer
+from pf2lora.tasks.generation.sampling import Sampler, choose
 from pf2lora.tasks.generation.task import Generation
 
 WINDOW: dict[str, Any] = {  # of fewer tokens than the texts have

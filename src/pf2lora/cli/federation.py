@@ -45,7 +45,8 @@ NormLimit = Annotated[
     ),
 ]
 Wire = Annotated[
-    str, typer.Option("--wire", help="Precision of the common adapter on the network: float32 or bfloat16.")
+    str,
+    typer.Option("--wire", help="Precision of the common adapter on the network: float32, bfloat16 or int8."),
 ]
 DryRun = Annotated[
     bool,
@@ -265,9 +266,12 @@ def fetch(
     out: Annotated[
         Path | None, typer.Option("--out", help="The run folder to write (default: runs/NAME).")
     ] = None,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="The sites' rows are pairs of texts, which no site has told.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")] = False,
 ) -> None:
-    """Get a finished run: the common adapter for PEFT, result.json, report.html."""
+    """Get a finished run: the common adapter for PEFT and `predict`, result.json, report.html."""
     import tempfile
 
     from pf2lora.cli.show import quiet_libraries, show_result
@@ -277,5 +281,6 @@ def fetch(
     quiet_libraries()
     where = out or Path("runs") / name
     with tempfile.TemporaryDirectory() as scratch:
-        result = build(admin.fetch(kit, name, Path(scratch)), where, model, force=force)
+        traits = ["pairs"] if pairs else []
+        result = build(admin.fetch(kit, name, Path(scratch)), where, model, force=force, traits=traits)
     show_result(result, where)

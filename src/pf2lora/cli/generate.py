@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pf2lora.cli.decoding import Beams, MaxNewTokens, Seed, Temperature, TopP, set_decoding
 from pf2lora.cli.use import ClientName, Device, Json, Method, Model, Run, open_run
 from pf2lora.errors import UserError, one_line
 from pf2lora.parsing import check_text
@@ -22,10 +22,11 @@ def generate(
         Path | None,
         typer.Option("--file", help="A file of prompts: one a line, or a data file with a prompt column."),
     ] = None,
-    beams: Annotated[int | None, typer.Option("--beams", help="Beam width (default: the run's).")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", help="Longest text in tokens (default: the run's).")
-    ] = None,
+    beams: Beams = None,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    sampling_seed: Seed = None,
     method: Method = None,
     device: Device = "auto",
     model: Model = None,
@@ -49,10 +50,13 @@ def generate(
     task = loaded.task
     if not isinstance(task, Generation):
         raise UserError(f"{run} is a run of {task.name}; 'pf2lora predict' is for classification")
-    task.settings = replace(
-        task.settings,
-        beams=beams or task.settings.beams,
-        max_new_tokens=max_new_tokens or task.settings.max_new_tokens,
+    set_decoding(
+        loaded,
+        beams=beams,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        sampling_seed=sampling_seed,
     )
     typed = [Record(task.settings.typed(line), "the prompts", f"line {n}") for n, line in enumerate(lines, 1)]
     rows = [row for part in (typed, records) if part for row in task.settings.questions(part, task.labels)]

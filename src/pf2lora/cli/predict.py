@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pf2lora.cli.decoding import Beams, MaxNewTokens, Seed, Temperature, TopP, set_decoding
 from pf2lora.cli.options import WRITTEN, columned, with_columns
 from pf2lora.cli.use import ClientName, Device, Json, Method, Model, OwnRows, Run, open_run
 from pf2lora.errors import UserError, one_line
@@ -39,6 +40,11 @@ def predict(
     device: Device = "auto",
     model: Model = None,
     own_rows: OwnRows = None,
+    beams: Beams = None,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    sampling_seed: Seed = None,
     as_json: Json = False,
 ) -> None:
     """Answer rows with a client's model: labels with their probabilities, answers to questions, texts."""
@@ -49,6 +55,14 @@ def predict(
     if out is not None:
         check_record_file(out, force)
     loaded = open_run(run, method, device, model)
+    set_decoding(
+        loaded,
+        beams=beams,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        sampling_seed=sampling_seed,
+    )
     task, traits = with_columns(loaded.config.task, settings), loaded.saved.traits
     if table is not None:
         records = task.read_records(table)

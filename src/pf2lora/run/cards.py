@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,29 @@ def write_newcomer_card(
         holds=record.deploys.replace("_", " "),
     )
     write_card(adapter, config, record.method, about, metrics, record.created)
+
+
+def write_site_card(
+    adapter: Path,
+    config: Config,
+    method: str,
+    client: ClientInfo,
+    scores: dict[str, dict[str, float | None]],
+    choice: Choice | None,
+    metrics: dict[str, Metric],
+) -> None:
+    """The card of what a site of a federation deploys: the site knows its own rows and scores, and nobody else's.
+    `scores` are those of "deploy" and "served"."""
+    noise = "noise on the common adapter: the run's record has its ε; what is the client's own is not covered"
+    about = About(
+        title=f"Adapter of {client.name}",
+        trained_on=f"{rows_of(client)}; with the other sites of a federation",
+        scores={"this adapter": scores["deploy"], "served after the last round": scores["served"]},
+        measured_on=f"On {client.name}'s {client.test} test rows",
+        holds=in_words(choice),
+        **({"privacy": noise} if config.privacy.on else {}),
+    )
+    write_card(adapter, config, method, about, metrics, datetime.now(UTC).isoformat())
 
 
 # --- what is said -------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ class LoadedRun:
         file = self.file_of(name)
         if name not in self.saved.clients:
             raise UserError(
-                f"{self.folder} has no client {name!r}; its clients: {', '.join(self.saved.clients)}"
+                f"{self.folder} has no client {name!r}; its clients: "
+                f"{', '.join(self.saved.clients) or 'none (a fetched run has the common adapter alone)'}"
             )
         if self.saved.shares_one_model and not self.joined_later(name):
             return self.common()

@@ -11,10 +11,11 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from pf2lora.serve.access import Access, Holder, is_loopback
 from pf2lora.serve.bodies import Body, ChatBody, CompletionBody, PredictBody, Sampled, parsed
-from pf2lora.serve.errors import ApiError, no_model, too_slow
+from pf2lora.serve.errors import ApiError, gone_away, no_model, too_slow
 from pf2lora.serve.log import RequestLog
 from pf2lora.serve.replies import ChatReply, Reply
 from pf2lora.serve.service import Service, Texts
@@ -87,6 +88,8 @@ async def read(request: Request, kind: type[B], holder: Holder) -> B:
             data = await whole_body(request, service.limits.body)
     except TimeoutError:
         raise too_slow(service.limits.seconds) from None
+    except ClientDisconnect:
+        raise gone_away() from None
     body = parsed(kind, data)
     if body.model not in service.adapters or not holder.may_use(body.model):
         raise no_model(body.model)
@@ -119,7 +122,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0] not in done:
-            raise ApiError(499, "the caller went away")  # nobody reads it
+            raise gone_away()
         result: T = tasks[0].result()
         return result
     finally:

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.errors import UserError
-from pf2lora.serve.sampling import Sampler, choose
+from pf2lora.tasks.generation.sampling import Sampler, choose
 
 Adapters = Callable[[str], tuple[Tensor, Tensor]]
 """A model name's common and personal adapter, (1, P) and (1, Q)."""

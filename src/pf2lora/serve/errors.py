@@ -52,5 +52,10 @@ def too_slow(seconds: float) -> ApiError:
     return ApiError(504, f"not finished within {seconds:g} seconds (--timeout)", code="timeout")
 
 
+def gone_away() -> ApiError:
+    """For the log alone: nobody is there to read it."""
+    return ApiError(499, "the caller went away")
+
+
 def closing() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")

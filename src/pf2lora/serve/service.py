@@ -14,8 +14,8 @@ from pf2lora.serve.bodies import ChatBody, CompletionBody, PredictBody, Sampled
 from pf2lora.serve.errors import ApiError, bad_request, too_slow
 from pf2lora.serve.models import served_models
 from pf2lora.serve.prompts import Prompts
-from pf2lora.serve.sampling import Sampler
 from pf2lora.serve.writing import Piece, TextJob, Writer
+from pf2lora.tasks.generation.sampling import Sampler
 from pf2lora.tasks.generation.task import Generation
 
 

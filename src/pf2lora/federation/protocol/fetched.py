@@ -6,13 +6,16 @@ not in it: they are the sites' own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from pf2lora.adapters.base_model import fresh_parameters
+from pf2lora import atomic
+from pf2lora.adapters.base_model import fresh_parameters, weights_digest
 from pf2lora.data.client import Client
 from pf2lora.engines.batches import Encoded
 from pf2lora.errors import UserError
@@ -22,7 +25,7 @@ from pf2lora.federation.protocol.run_status import FINAL
 from pf2lora.federation.protocol.site_setup import digest, model_settings
 from pf2lora.parsing import read_text
 from pf2lora.run import folder as run_folder
-from pf2lora.run.config import from_dict, merged
+from pf2lora.run.config import from_dict, merged, to_toml
 from pf2lora.run.result import Result
 from pf2lora.run.workload import Workload, build_task, choose_device, load_base
 
@@ -35,11 +38,14 @@ def handed_out(folder: Path) -> list[Path]:
     return [folder / PLAN, folder / FINAL, *([newest] if newest else [])]
 
 
-def build(folder: Path, out: Path, model: str, *, force: bool = False) -> Result:
+def build(folder: Path, out: Path, model: str, *, force: bool = False, traits: Sequence[str] = ()) -> Result:
     """Write the run of `handed_out`'s files in `folder` into the run folder `out`; `model` is where its base model is
-    here."""
+    here, `traits` what the lead knows of the sites' rows. The common adapter in it can be used like any run's."""
     plan = Plan.from_json(read_text(folder / PLAN))
-    own = {"model": {"name": model, "device": "cpu"}, "training": {"method": [plan.method], "seeds": 1}}
+    place = (
+        str(Path(model).resolve()) if Path(model).is_dir() else model
+    )  # for who opens the folder elsewhere
+    own = {"model": {"name": place, "device": "cpu"}, "training": {"method": [plan.method], "seeds": 1}}
     config = from_dict(merged(plan.config, own), str(folder / PLAN))
     task = build_task(config, plan.labels, plan.metric)
     device = choose_device(config.model.device)
@@ -57,5 +63,8 @@ def build(folder: Path, out: Path, model: str, *, force: bool = False) -> Result
     tokens = {"input_ids": torch.zeros(0, 1, dtype=torch.int32)}
     nothing = Encoded(tokens, {}, np.zeros(0, dtype=np.int64), (0,) * (len(clients) + 1))
     run_folder.claim(out, force=force)
-    workload = Workload(config, task, clients, base, nothing, nothing, None, None, device)
-    return outcome.collect(plan, workload, folder, out, [])
+    anywhere = replace(config, model=replace(config.model, device="auto"))
+    atomic.write_text(out / "config.toml", to_toml(anywhere))
+    weights = weights_digest(base)
+    workload = Workload(config, task, clients, base, nothing, nothing, None, None, device, weights=weights)
+    return outcome.collect(plan, workload, folder, out, [], traits)

@@ -27,9 +27,17 @@ from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import Workload
 
 
-def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequence[Path]) -> Result:
-    """Write result, report and adapters into `out`; `sites` are the sites' state folders, none if they are elsewhere.
-    The clients have their own names in them, whatever they are called as sites."""
+def collect(
+    plan: Plan,
+    workload: Workload,
+    server: Path,
+    out: Path,
+    sites: Sequence[Path],
+    traits: Sequence[str] = (),
+) -> Result:
+    """Write result, report and adapters into `out`; `sites` are the sites' state folders, none if they are elsewhere:
+    `traits` are then what is known of their rows. The clients have their own names in them, whatever they are called
+    as sites."""
     from pf2lora import report
 
     config, task = workload.config, workload.task
@@ -51,8 +59,10 @@ def collect(plan: Plan, workload: Workload, server: Path, out: Path, sites: Sequ
             answer = private.absolute(trial.method, take(trial.state, [0]), answer, session.done)
         (whole,) = trial.method.common(start, answer.unsqueeze(0), session.done)
         run_folder.save_common(out, trial.model, whole, task.peft_type, config.model.name)
-    if sites:
-        run_folder.save_description(out, run_folder.description(workload, plan.method, config.training.seed))
+    known = run_folder.description(workload, plan.method, config.training.seed)
+    # Clients' adapters that are elsewhere are none that a reader of this folder could use.
+    kept = known if sites else replace(known, clients=[], traits=list(traits))
+    run_folder.save_description(out, kept)
     result = describe(workload, {trial.method.name: MethodResult(trial.method.label, [record])}, [])
     if not sites:  # then what is known of their rows is what they told
         told = [session.sites.get(site, {}) for site in plan.sites]
@@ -154,12 +164,16 @@ def sent_bytes(plan: Plan, session: ServerSession) -> SentBytes:
     """What a site sends up in a round, the mean over rounds and sites, from the ranks of their last updates."""
     if session.common is None:
         return SentBytes(0, 0)
-    size, method = session.allow_list(None).dtype.itemsize, session.known_method
-    sent = [e for number in range(1, session.done + 1) for e in method.leaves(number).entries]
-    ranks = [session.ranks.get(site) for site in plan.sites]
-    each = [sum(e.truncated_size(rank) for e in sent if e.kind != "head") for rank in ranks]
-    head = sum(e.size for e in sent if e.kind == "head")
-    return SentBytes(size * sum(each) / len(each) / session.done, size * head / session.done)
+    method, wire = session.known_method, session.wire
+    head, adapter = 0.0, 0.0
+    for number in range(1, session.done + 1):
+        changes = wire.changes(method, number)
+        for e in method.leaves(number).entries:
+            ranks = [session.ranks.get(site) for site in plan.sites]
+            each = [wire.size(e.truncated_size(rank), change=e.name in changes) for rank in ranks]
+            mean = sum(each) / len(each) / session.done
+            head, adapter = (head + mean, adapter) if e.kind == "head" else (head, adapter + mean)
+    return SentBytes(adapter, head)
 
 
 def left_out(session: ServerSession, clients: Mapping[str, str]) -> list[str]:

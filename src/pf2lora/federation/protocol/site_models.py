@@ -25,10 +25,11 @@ from pf2lora.federation.protocol.checkpoints import (
     writing,
 )
 from pf2lora.parsing import parse_json
+from pf2lora.run.cards import write_site_card
 from pf2lora.run.deploy import SERVED, Deployment, Kept, candidates
 from pf2lora.run.evaluation import Models, finite, measure, models_in_use
 from pf2lora.run.folder import save_client
-from pf2lora.run.result import Choice
+from pf2lora.run.result import Choice, ClientInfo
 from pf2lora.run.set_up import Trial
 
 SCORES = "scores.json"  # its own, beside that
@@ -68,6 +69,7 @@ class SiteModels:
             answer["before"] = self.scores(before, final=True)
         if not self.validated:
             self.export(served)
+            self.write_card(answer, None)
             return answer
         done = round_of(state, saved, number)
         deployment = self.look(done, served)
@@ -76,9 +78,10 @@ class SiteModels:
         deployment.choose()
         (choice,) = deployment.choices()
         self.export(deployment.models, choice)
-        if (choice.candidate, choice.round) == (SERVED, number):
-            return answer | {"deploy": answer["served"]}
-        return answer | {"deploy": self.scores(deployment.models, final=True)}
+        is_served = (choice.candidate, choice.round) == (SERVED, number)
+        answer["deploy"] = answer["served"] if is_served else self.scores(deployment.models, final=True)
+        self.write_card(answer, choice)
+        return answer
 
     def look(self, done: Round, served: Models) -> Deployment:
         """Judge a round's candidates beside the best of the rounds before; the best of all is on disk then."""
@@ -142,6 +145,24 @@ class SiteModels:
             )
             if choice is not None:
                 write_json(choice_file(self.folder.folder, name), asdict(choice))
+
+    def write_card(self, answer: dict[str, Sums], choice: Choice | None) -> None:
+        """The model card beside what the site deploys: for itself, whatever may leave."""
+        workload = self.trial.workload
+        (client,) = workload.clients
+        known = ClientInfo(client.name, len(client.train), len(client.test), {}, len(client.validation))
+        adapter = self.folder.folder / "clients" / client.name
+        scores = {point: means(answer.get(point, answer["served"])) for point in ("deploy", "served")}
+        how = workload.config, self.trial.method.name, known, scores, choice, workload.task.metrics
+        with writing(self.folder.folder):
+            write_site_card(adapter, *how)
+
+
+def means(sums: Sums) -> dict[str, float | None]:
+    """Scores of sums over rows."""
+    return {
+        name: value / sums["rows"] if sums["rows"] else None for name, value in sums.items() if name != "rows"
+    }
 
 
 def scores_file(folder: Path, client: str) -> Path:

@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from pf2lora.errors import UserError, missing_extra
+from pf2lora.tasks.generation import rouge
 from pf2lora.tasks.generation.java import Absent, meteor, ptb_tokenize
 from pf2lora.tasks.generation.nist import nist
+from pf2lora.tasks.generation.rouge import words
 
 E2E_METRICS = ("BLEU", "NIST", "METEOR", "ROUGE_L", "CIDEr")
+ANSWER_METRICS = ("rouge_l", "rouge_1", "rouge_2", "exact_match")
 WEBNLG_METRICS = ("BLEU", "METEOR", "TER", "ROUGE_L")
 LORA_REFERENCES = 6  # LoRA's WebNLG evaluation reads this many references of an item (`-nr 6`)
 
@@ -85,6 +88,26 @@ def webnlg_scores(system: Sequence[str], references: References) -> Scores:
     with scores.attempt("ROUGE_L") as values:
         values["ROUGE_L"] = rouge_l(*_ptb(system, few))
     return _ordered(scores, WEBNLG_METRICS)
+
+
+def answer_scores(system: Sequence[str], references: References) -> Scores:
+    """ROUGE-L, ROUGE-1, ROUGE-2 and exact match (`rouge.py`), which need no package and no Java."""
+    _check(system, references)
+    found = [(words(text), text) for text in system]
+    wanted = [[(words(text), text) for text in item] for item in references]
+
+    def mean(score: Callable[[tuple[list[str], str], tuple[list[str], str]], float]) -> float:
+        best = (max(score(one, other) for other in item) for one, item in zip(found, wanted))
+        return sum(best) / len(found)
+
+    return Scores(
+        {
+            "rouge_l": mean(lambda one, other: rouge.rouge_l(one[0], other[0])),
+            "rouge_1": mean(lambda one, other: rouge.rouge_n(one[0], other[0], 1)),
+            "rouge_2": mean(lambda one, other: rouge.rouge_n(one[0], other[0], 2)),
+            "exact_match": mean(lambda one, other: float(rouge.is_same(one[1], other[1]))),
+        }
+    )
 
 
 def bleu(system: Sequence[str], references: References) -> float:

@@ -24,7 +24,7 @@ from pf2lora.tasks.settings import Dataset, TaskSettings
 if TYPE_CHECKING:
     from pf2lora.tasks.generation.task import Generation
 
-SCORERS = ("e2e", "webnlg")
+SCORERS = ("e2e", "webnlg", "answers")
 CHAT = "chat"
 """The label of a run whose rows are conversations, by which a saved run, or a federation, knows it."""
 
@@ -38,9 +38,18 @@ class GenerationSettings(TaskSettings[TextRow]):
     transformers' own option, the prompt may be repeated."""
 
     max_length: int = setting(512, "longest input in tokens: prompt, separator, target and end of text")
-    beams: int = setting(10, "beam width; 1 is greedy")
+    beams: int | None = setting(None, "beam width; 1 is greedy (default: 10; of conversations 1)")
     length_penalty: float = setting(0.8, "above 0 favours long texts, below 0 short ones")
-    no_repeat_ngram: int = setting(4, "so many tokens of a text are never repeated (0: allowed)")
+    no_repeat_ngram: int | None = setting(
+        None, "so many tokens of a text are never repeated; 0: allowed (default: 4; of conversations 0)"
+    )
+    temperature: float = setting(
+        0.0, "above 0: tokens are drawn, the more freely the higher; beams are not used"
+    )
+    top_p: float = setting(
+        1.0, "with --temperature: drawn from the likeliest tokens that have this share together"
+    )
+    sampling_seed: int = setting(0, "with --temperature: another seed draws other texts")
     max_new_tokens: int = setting(64, "longest generated text in tokens (0: none, only its loss is measured)")
     separator: str | None = setting(
         None, "text between prompt and target (default: the beginning-of-text token)"
@@ -48,7 +57,10 @@ class GenerationSettings(TaskSettings[TextRow]):
     packing: bool = setting(
         False, "several short examples in one row of max_length tokens, each seeing itself alone"
     )
-    scores: str | None = setting(None, "scores of generated text: e2e or webnlg (default: the data set's)")
+    scores: str | None = setting(
+        None,
+        "scores of generated text: e2e, webnlg or answers (default: the data set's; of conversations answers)",
+    )
     prompt: str | None = setting(None, "column of the prompt (guessed)", column=True)
     target: str | None = setting(None, "column of the target (guessed)", column=True)
     messages: str | None = setting(None, "column of the conversation (guessed)", column=True)
@@ -61,9 +73,15 @@ class GenerationSettings(TaskSettings[TextRow]):
 
     def __post_init__(self) -> None:
         require_positive(self, "max_length", "beams")
-        require_not_negative(self, "max_new_tokens")
-        if self.no_repeat_ngram < 0:
+        require_not_negative(self, "max_new_tokens", "temperature", "sampling_seed")
+        if self.no_repeat_ngram is not None and self.no_repeat_ngram < 0:
             raise UserError(f"no_repeat_ngram is {self.no_repeat_ngram}; it must be at least 0")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.temperature and (self.beams or 1) > 1:
+            raise UserError(
+                f"temperature {self.temperature} draws a text, and beams {self.beams} search for one: give one"
+            )
         if self.scores is not None and self.scores not in SCORERS:
             raise unknown("kind of scores", self.scores, SCORERS)
 
@@ -128,9 +146,9 @@ class GenerationSettings(TaskSettings[TextRow]):
         from pf2lora.adapters.base_model import load_tokenizer
         from pf2lora.tasks.generation.task import Generation
 
-        return Generation(
-            load_tokenizer(model), self, scores=self.scores or metric or "e2e", chat=CHAT in labels
-        )
+        chat = CHAT in labels
+        scores = self.scores or metric or ("answers" if chat else "e2e")
+        return Generation(load_tokenizer(model), self, scores=scores, chat=chat)
 
     def to_record(self, row: TextRow) -> dict[str, Any]:
         if isinstance(row, Conversation):

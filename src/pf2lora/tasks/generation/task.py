@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    GenerationConfig,
-    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -28,7 +26,7 @@ from pf2lora.engines.batches import Batch, Encoded
 from pf2lora.errors import UserError, listed
 from pf2lora.tasks.base import Example, Scores, Shown, Task, predict_rows
 from pf2lora.tasks.generation import scores as nlg
-from pf2lora.tasks.generation.decoding import NoRepeatInText, left_padded
+from pf2lora.tasks.generation.decoding import Decoding, left_padded
 from pf2lora.tasks.generation.encoding import Encoder, PromptExamples
 from pf2lora.tasks.generation.java import one_meteor
 from pf2lora.tasks.generation.prompts import PromptRow
@@ -38,6 +36,7 @@ from pf2lora.tasks.settings import Metric
 SCORES: dict[str, tuple[Callable[[Sequence[str], nlg.References], nlg.Scores], tuple[str, ...]]] = {
     "e2e": (nlg.e2e_scores, nlg.E2E_METRICS),
     "webnlg": (nlg.webnlg_scores, nlg.WEBNLG_METRICS),
+    "answers": (nlg.answer_scores, nlg.ANSWER_METRICS),
 }
 TEXT_METRICS = {
     "BLEU": Metric("BLEU", percent=False),
@@ -46,6 +45,10 @@ TEXT_METRICS = {
     "TER": Metric("TER", higher_is_better=False, percent=False),
     "ROUGE_L": Metric("ROUGE-L", percent=False),
     "CIDEr": Metric("CIDEr", percent=False),
+    "rouge_l": Metric("ROUGE-L F1", percent=False),
+    "rouge_1": Metric("ROUGE-1 F1", percent=False),
+    "rouge_2": Metric("ROUGE-2 F1", percent=False),
+    "exact_match": Metric("exact match"),
 }
 LOSSES = {
     "loss": Metric("test loss", higher_is_better=False, percent=False),
@@ -63,7 +66,7 @@ class Continuation(NamedTuple):
 
 class Generation(Task[TextRow, Continuation]):
     """The separator between prompt and target is by default the beginning-of-text token (GPT-2's is its end-of-text
-    token), as in LoRA. `scores` chooses the metrics of generated text: "e2e" or "webnlg".
+    token), as in LoRA. `scores` chooses the metrics of generated text: "e2e", "webnlg" or "answers".
     """
 
     name: ClassVar[str] = "generation"
@@ -180,21 +183,12 @@ class Generation(Task[TextRow, Continuation]):
     def _continue(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, prompts: Encoded
     ) -> list[list[str]]:
-        config = GenerationConfig(
-            max_new_tokens=self.settings.max_new_tokens,
-            num_beams=self.settings.beams,
-            length_penalty=self.settings.length_penalty,
-            do_sample=False,
-            repetition_penalty=1.0,
-            eos_token_id=self.encoder.stops,
-            pad_token_id=self.pad,
-        )
+        decoding = Decoding.of(self.settings, chat=self.encoder.writes_turns)
+        config = decoding.config(self.encoder.stops, self.pad)
 
         def answer(common: Tensor, personal: Tensor, batch: Batch) -> list[str]:
             ids, mask = left_padded(batch.tensors["input_ids"], batch.tensors["attention_mask"], self.pad)
-            processors = LogitsProcessorList()
-            if self.settings.no_repeat_ngram:
-                processors.append(NoRepeatInText(self.settings.no_repeat_ngram, ids.shape[1]))
+            processors = decoding.processors(ids, mask)
             with model.bound(common, personal) as base:
                 found = base.generate(  # type: ignore[operator]
                     input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors

@@ -1,0 +1,58 @@
+"""ROUGE and exact match: Google's package's numbers, and by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pf2lora.tasks.generation import rouge
+from pf2lora.tasks.generation.scores import answer_scores
+from pf2lora.tasks.generation.task import SCORES, TEXT_METRICS
+
+GOOGLE = [  # reference, answer; rouge-score 0.1.2 without its stemmer: rouge1, rouge2, rougeL
+    (
+        "The key is under the stone by the river.",
+        "The key lies under a stone, by the river!",
+        (7 / 9, 0.5, 7 / 9),
+    ),
+    ("Yes.", "Yes, it is.", (0.5, 0.0, 0.5)),
+    ("one two three four", "four three two one", (1.0, 0.0, 0.25)),
+    ("a b c", "", (0.0, 0.0, 0.0)),
+    ("a a a b", "a a c", (0.571428571429, 0.4, 0.571428571429)),
+    (
+        "There are 3 keys; two are in the iron box.",
+        "two keys are in the box, there are 3 boxes of iron",
+        (0.909090909091, 0.4, 0.454545454545),
+    ),
+]
+
+
+@pytest.mark.parametrize(("reference", "answer", "expected"), GOOGLE)
+def test_rouge_is_googles(reference: str, answer: str, expected: tuple[float, ...]) -> None:
+    found = answer_scores([answer], [[reference]]).values
+    assert (found["rouge_1"], found["rouge_2"], found["rouge_l"]) == pytest.approx(expected, abs=1e-11)
+
+
+def test_the_longest_common_subsequence_by_its_definition() -> None:
+    def slow(a: list[str], b: list[str]) -> int:
+        table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+        for i, left in enumerate(a):
+            for j, right in enumerate(b):
+                table[i + 1][j + 1] = (
+                    table[i][j] + 1 if left == right else max(table[i][j + 1], table[i + 1][j])
+                )
+        return table[-1][-1]
+
+    drawn = random.Random(0)
+    for _ in range(200):
+        a, b = ([drawn.choice("abcde") for _ in range(drawn.randrange(90))] for _ in range(2))
+        assert rouge.longest_common(a, b) == slow(a, b)
+
+
+def test_the_best_reference_counts_and_answers_are_averaged() -> None:
+    found = answer_scores(["Yes.", "im  Osten\n"], [["No.", "Yes."], ["Im Osten"]]).values
+    assert found == {"rouge_l": 1.0, "rouge_1": 1.0, "rouge_2": 0.5, "exact_match": 0.5}
+    assert answer_scores(["Über Nacht"], [["über  nacht"]]).values["rouge_1"] == 1.0
+    assert answer_scores(["a  b "], [["a b"]]).values["exact_match"] == 1.0
+    assert list(found) == list(SCORES["answers"][1]) and set(found) <= set(TEXT_METRICS)
