@@ -29,6 +29,7 @@ from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.method import State, moved
 from pf2lora.data.client import Client
 from pf2lora.engines.batches import Batch, Encoded, EncodedSource
+from pf2lora.engines.processes import current
 from pf2lora.run import config as configs
 from pf2lora.run import workload as workloads
 from pf2lora.run.set_up import WINDOW, Trial, set_up
@@ -201,6 +202,7 @@ class Workload:
             validation=None,
             validation_sample=None,
             device=self.device,
+            processes=current(),
         )
         return set_up(workload, method, SEED)
 

@@ -44,7 +44,8 @@ def controller_of(plan: Plan, folder: Path, hellos: dict[str, Any]) -> Federatio
     made.session = ServerSession(plan, folder)
     engine = SimpleNamespace(get_clients=lambda: [SimpleNamespace(name=site) for site in plan.sites])
     made.fl_ctx = SimpleNamespace(get_engine=lambda: engine)
-    made.exchange = lambda name, requests, timeout: hellos  # type: ignore[method-assign]
+    answered: Any = lambda name, requests, timeout: hellos  # noqa: E731
+    made.exchange = answered  # type: ignore[method-assign]
     made.post = lambda *_: None  # type: ignore[method-assign]
     return made
 

@@ -15,6 +15,7 @@ from pf2lora.core.method import State, tensors_of
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.allow_list import AllowList, read_request
 from pf2lora.federation.protocol.stopping import QuorumMissed
+from pf2lora.federation.protocol.wire import Wire
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def allow_list_of(small: Small, site: str = "site-1") -> AllowList:
     setup = small.setups[site]
-    return AllowList(setup.method, setup.metrics, torch.float32)
+    return AllowList(setup.method, setup.metrics, Wire())
 
 
 def update(small: Small, site: str = "site-1") -> messages.Message:
@@ -81,7 +82,7 @@ def test_the_allow_list_refuses_what_is_not_declared(small: Small, leak: str) ->
     if leak == "trailing":
         data += b"w1 w2 w3"
     with pytest.raises(messages.Malformed):
-        AllowList(setup.method, setup.metrics, torch.float32).check(data)
+        AllowList(setup.method, setup.metrics, Wire()).check(data)
 
 
 SUMS = {"rows": 12, "loss": 7.5}
@@ -105,7 +106,7 @@ def test_of_validation_a_sum_may_leave_and_nothing_else(small: Small, kind: str,
     fields, tensors = update(small)
     if kind == "scores":
         fields, tensors = {"kind": "scores", "round": 1, "served": {"rows": 20}}, {}
-    here, there = allow_list_of(small), AllowList(small.setups["site-1"].method, None, torch.float32)
+    here, there = allow_list_of(small), AllowList(small.setups["site-1"].method, None, Wire())
     for allow_list in (here, there):  # the site's and the server's
         allow_list.check(messages.encode(fields | {"validation": SUMS}, tensors))
         with pytest.raises(messages.Malformed, match="'validation'"):

@@ -20,6 +20,7 @@ from pf2lora.federation.protocol.policy import PolicyBroken
 from pf2lora.federation.protocol.problems import problem_code
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.site_setup import build
+from pf2lora.federation.protocol.wire import Wire
 from pf2lora.methods import METHODS
 from pf2lora.run.privacy import epsilon
 
@@ -108,13 +109,13 @@ def test_the_allow_list_holds_back_what_rows_were_measured_for(
     fields: dict[str, Any], tmp_path: Path
 ) -> None:
     small = make_small(tmp_path, make_plan("homlora", config=PRIVATE))
-    method, dtype = small.setups[SITES[0]].method, torch.float32
+    method = small.setups[SITES[0]].method
     update = messages.encode({"kind": "update", "round": 1, "steps": 2} | fields)
-    AllowList(method, None, dtype).check(
+    AllowList(method, None, Wire()).check(
         messages.encode({"kind": "update", "round": 1, "steps": 2, "loss": 1.0})
     )
     with pytest.raises(Malformed, match="not declared"):
-        AllowList(method, None, dtype, private=True).check(update)
+        AllowList(method, None, Wire(private=True)).check(update)
 
 
 def test_a_server_that_is_started_again_goes_on_with_the_same_noise_for_its_seed(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def test_a_label_that_nobody_named_is_the_sites_own_error(tmp_path: Path) -> Non
         ({"deadline": 0}, "deadline is 0"),
         ({"quorum": 1.5}, "quorum is 1.5"),
         ({"norm_limit": 1.0}, "norm_limit is 1.0"),
-        ({"wire": "int8"}, "wire is 'int8'"),
+        ({"wire": "int4"}, "wire is 'int4'"),
         ({"method": "centralized"}, r"no federation; run it with `pf2lora train`"),
         ({"method": "centralised"}, "did you mean 'centralized'"),
         ({"sites": ("a", "b.c")}, "site name 'b.c'"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -73,28 +74,83 @@ def ask(machine: str, *args: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-def test_the_guide_on_separate_machines(tmp_path: Path, machines: None) -> None:
-    sites = ("clinic-a", "clinic-b")
-    write_model(tmp_path / "model")
-    write_data(tmp_path, sites)
-    project = tmp_path / "project.toml"
+SITES_THERE = ("clinic-a", "clinic-b")
+
+
+def make_kits(root: Path) -> Path:
+    """A federation's kits, made by the lead on its machine."""
+    write_model(root / "model")
+    write_data(root, SITES_THERE)
+    project = root / "project.toml"
     project.write_text(f'name = "clinics"\nhost = "{MACHINES["server"]}"\nsites = ["clinic-a", "clinic-b"]\n')
-    kits = tmp_path / "kits"
-    ask("lead", "provision", str(project), "--out", str(kits))
-    for site in sites:
-        write_site_file(kits / site / "local" / "site.toml", tmp_path, site)
+    ask("lead", "provision", str(project), "--out", str(root / "kits"))
+    for site in SITES_THERE:
+        write_site_file(root / "kits" / site / "local" / "site.toml", root, site)
+    return root / "kits"
+
+
+@contextmanager
+def joined(root: Path, kits: Path) -> Iterator[None]:
+    """Everybody runs `join` on a machine of its own."""
     started = []
     try:
-        for name in ("server", *sites):
-            log = (tmp_path / f"{name}.log").open("wb")
-            command = on(name, *CLI, "join", str(kits / name))
-            started.append(
-                subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
-                )
-            )
-        wait(lambda: all((kits / "server" / run_status.SITES / s).exists() for s in sites), 120, "the sites")
+        for name in ("server", *SITES_THERE):
+            log = (root / f"{name}.log").open("wb")
+            command, own = on(name, *CLI, "join", str(kits / name)), os.environ | {"OMP_NUM_THREADS": "1"}
+            started.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=own))
+        there = kits / "server" / run_status.SITES
+        wait(lambda: all((there / s).exists() for s in SITES_THERE), 120, "the sites")
+        yield
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait(timeout=60)
+
+
+@pytest.mark.slow
+def test_a_cut_link_costs_half_a_minute_at_most(tmp_path: Path, machines: None) -> None:
+    """Nothing comes through for 30 s, and nobody is told so: the site's port is taken off the switch."""
+    kits = make_kits(tmp_path)
+    lead = ["--kit", str(kits / "lead@pf2lora.local")]
+    with joined(tmp_path, kits):
+        flags = [
+            "--rounds=900",
+            "--steps=30",
+            "--batch-size=4",
+            "--rank=4",
+            "--deadline=10",
+            "--method=homlora",
+        ]
+        ask("lead", "submit", *lead, "--sites", "clinic-a,clinic-b", "--labels", "neg,pos", *flags)
+        folder = run_status.run_folder(kits / "server", "run")
+        wait(lambda: (s := run_status.read_status(folder)) and s.round >= 2, 180, "two rounds")
+        cut = time.monotonic()
+        shell(f"ip netns exec {SWITCH} ip link set pfp1 nomaster")
+        wait(lambda: says(folder, "clinic-a did not answer round"), 60, "the deadline")
+        time.sleep(max(0.0, 30 - (time.monotonic() - cut)))
+        shell(f"ip netns exec {SWITCH} ip link set pfp1 master bridge")
+        began = time.monotonic()
+        wait(lambda: says(folder, "clinic-a is back"), 120, "its return")
+        took = time.monotonic() - began
+        print(f"cut for {began - cut:.1f} s, back after {took:.1f} s")
+        assert took < 30
+
+        def answered_again() -> bool:
+            session = ServerSession(Plan.from_json((folder / "plan.json").read_text()), folder)
+            return "clinic-a" in session.records[-1]["answered"]
+
+        wait(answered_again, 60, "its update")
+
+
+def says(folder: Path, words: str) -> bool:
+    return any(words in line for line in run_status.read_lines(folder))
+
+
+@pytest.mark.slow
+def test_the_guide_on_separate_machines(tmp_path: Path, machines: None) -> None:
+    kits, sites = make_kits(tmp_path), SITES_THERE
+    with joined(tmp_path, kits):
         values = {
             "rounds": 4,
             "steps": 2,
@@ -137,11 +193,6 @@ def test_the_guide_on_separate_machines(tmp_path: Path, machines: None) -> None:
         assert "of 5000" in ask("lead", "status", *lead)
         assert "is stopped" in ask("lead", "stop", "long", *lead)
         wait(lambda: (s := run_status.read_status(folder)) and s.state == "stopped", 60, "the stop")
-    finally:
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.wait(timeout=60)
 
 
 def wait(condition: Callable[[], object], seconds: float, what: str) -> None:

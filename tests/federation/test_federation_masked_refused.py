@@ -17,6 +17,7 @@ from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.masked import context
 from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.stopping import QuorumMissed
+from pf2lora.federation.protocol.wire import Wire
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,7 +83,7 @@ def test_a_server_without_masks_gets_no_keys(tmp_path: Path) -> None:
     with pytest.raises(Malformed, match="in a run without masks"):
         small.sessions["site-1"].answer(request)
     with pytest.raises(Malformed, match="a message of kind 'keys'"):
-        AllowList(None, None, torch.float32).check(messages.encode({"kind": "keys", "round": 1}))
+        AllowList(None, None, Wire()).check(messages.encode({"kind": "keys", "round": 1}))
 
 
 def test_an_update_without_masks_does_not_leave_a_site(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_an_update_without_masks_does_not_leave_a_site(tmp_path: Path) -> None:
     )
     update = messages.encode({"kind": "update", "round": 1, "steps": 2, "loss": 1.0}, own)
     with pytest.raises(Malformed, match=r"is torch\.float32, not torch\.int64"):
-        AllowList(setup.method, None, torch.float32, masked=True).check(update)
+        AllowList(setup.method, None, Wire(masked=True)).check(update)
 
 
 def test_keys_are_of_a_run_and_a_round() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.robust import merged
-from pf2lora.federation.protocol.update_checks import COLUMNS, bounded, figures_of, odd_updates, starts
+from pf2lora.federation.protocol.rows import Rows
+from pf2lora.federation.protocol.update_checks import bounded, figures_of, odd_updates, starts
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,8 +77,17 @@ def test_a_truncated_update_is_none_of_a_method_that_does_not_truncate(tmp_path:
 def changes(*rows: list[float], start: float = 10.0) -> dict[str, str]:
     """What is refused of these changes, of sites that began with a vector of this length."""
     begun = torch.tensor([0.0, 0.0, 0.0, start])
-    sent = {f"s{i}": begun + torch.tensor([*row, 0.0]) for i, row in enumerate(rows)}
-    return odd_updates(sent, dict.fromkeys(sent, begun), 10.0)
+    sent = rows_of([begun + torch.tensor([*row, 0.0]) for row in rows])
+    return odd_updates(sent, dict.fromkeys(sent.names, begun), 10.0)
+
+
+def rows_of(vectors: Iterable[Tensor]) -> Rows:
+    """A round's updates, by s0, s1, …"""
+    sent = {f"s{i}": vector for i, vector in enumerate(vectors)}
+    rows = Rows(Path(tempfile.gettempdir()), list(sent))
+    for site, vector in sent.items():
+        rows.put(site, vector)
+    return rows
 
 
 HONEST = [[1.0, 0.2, 0.0], [1.0, -0.3, 0.1], [0.9, 0.0, -0.3]]
@@ -115,9 +126,11 @@ def test_figures_in_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatc
     begun[:, 100:300] = torch.nan
     filled = torch.where(begun.isnan(), rows.median(0).values, begun).double()
     moved = rows.double() - filled
-    monkeypatch.setattr("pf2lora.federation.protocol.update_checks.COLUMNS", 7)
-    found = figures_of(list(rows), list(begun))
-    assert COLUMNS > 7
+    monkeypatch.setattr("pf2lora.federation.protocol.rows.AT_ONCE", 35)
+    monkeypatch.setattr("pf2lora.federation.protocol.rows.WIDTH", 7)
+    sent = rows_of(rows)
+    assert len(list(sent.blocks(sent.names))) == 143
+    found = figures_of(sent, dict(zip(sent.names, begun)))
     torch.testing.assert_close(found.changes, moved.norm(dim=1))
     torch.testing.assert_close(found.begun, filled.norm(dim=1))
     torch.testing.assert_close(found.sent, rows.double().norm(dim=1))

@@ -20,12 +20,13 @@ from pf2lora.federation.protocol import approvals, messages
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.batch_secret import FILE, private_seed, read_secret
 from pf2lora.federation.protocol.checkpoints import StateFolderError
-from pf2lora.federation.protocol.messages import DTYPES, Malformed
+from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import LIMITS, Policy, PolicyBroken, read_policy, refusal, to_toml
 from pf2lora.federation.protocol.problems import problem_fields
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.site_setup import build
+from pf2lora.federation.protocol.wire import Wire
 from pf2lora.settings import settings_of
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
@@ -178,7 +179,7 @@ def test_every_limit_has_a_line_whatever_a_site_says_of_it(limit: str) -> None:
 def test_a_problem_has_no_room_for_anything_else(fields: dict[str, Any]) -> None:
     problem = messages.encode({"kind": "problem", "round": 1, "code": "policy"} | fields)
     with pytest.raises(Malformed, match="not as declared"):
-        AllowList(None, (), DTYPES["float32"]).check(problem, ("problem",))
+        AllowList(None, (), Wire()).check(problem, ("problem",))
 
 
 # --- numbers that leave ------------------------------------------------------------------------------------

@@ -292,7 +292,7 @@ def test_the_server_says_why_a_run_ended_early(tmp_path: Path) -> None:
     controller.status.job = "job"
     engine = SimpleNamespace(get_clients=lambda: [SimpleNamespace(name=site) for site in SITES])
     controller.fl_ctx = SimpleNamespace(get_engine=lambda: engine)
-    answers: Any = lambda name, requests, timeout: small.ask(requests)  # noqa: E731
+    answers: Any = lambda name, requests, timeout, take=None: small.ask(requests)  # noqa: E731
     controller.exchange = answers  # type: ignore[method-assign]
     controller.collect_hellos()
     controller.hand_out = lambda: None  # type: ignore[method-assign]

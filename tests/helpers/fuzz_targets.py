@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from fuzz_mutations import (
     Mutation,
     bytes_changed,
@@ -55,6 +54,7 @@ from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import Policy, read_policy, to_toml
 from pf2lora.federation.protocol.run_status import read_status
 from pf2lora.federation.protocol.site_setup import read_site_file
+from pf2lora.federation.protocol.wire import Wire
 from pf2lora.methods.homlora import HomLoRA
 from pf2lora.parsing import read_json, read_tensors, read_text
 from pf2lora.report import render
@@ -133,8 +133,8 @@ def read_message(path: Path) -> None:
     data = path.read_bytes()
     for check in (
         read_request,
-        AllowList(HomLoRA(LAYOUT), ("accuracy",), torch.float32).check,
-        AllowList(None, None, torch.float32).check,
+        AllowList(HomLoRA(LAYOUT), ("accuracy",), Wire()).check,
+        AllowList(None, None, Wire()).check,
     ):
         try:
             check(data)

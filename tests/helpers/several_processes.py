@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import traceback
@@ -28,32 +29,58 @@ def in_processes(size: int, work: Callable[[Processes], Any]) -> list[Any]:
     return found
 
 
-def started(size: int, work: Callable[[Processes], Any]) -> tuple[list[int], list[Any]]:
-    """The exit code of each process (minus the signal that ended it), and what `work` returned there or None."""
+def launched(size: int, work: Callable[[int], Any]) -> tuple[list[int], list[Any]]:
+    """As torchrun starts them: `work` gets its number, and joins the others by the environment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def in_environment(rank: int) -> Any:
+        said: dict[str, object] = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+        }
+        said |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in said.items()})
+        return work(rank)
+
+    return started(size, in_environment, met=False)
+
+
+def started(size: int, work: Callable[[Any], Any], *, met: bool = True) -> tuple[list[int], list[Any]]:
+    """The exit code of each process (minus the signal that ended it), and what `work` returned there or None. It gets
+    the processes, which have `met`, or else its own number."""
     with tempfile.TemporaryDirectory() as place:
         children = []
         for rank in range(size):
             child = os.fork()
             if child == 0:
-                os._exit(in_one(rank, size, work, Path(place)))
+                os._exit(in_one(rank, size, work, Path(place), met))
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         answers = [Path(place) / f"answer-{rank}" for rank in range(size)]
         return codes, [pickle.loads(file.read_bytes()) if file.exists() else None for file in answers]
 
 
-def in_one(rank: int, size: int, work: Callable[[Processes], Any], place: Path) -> int:
+def in_one(rank: int, size: int, work: Callable[[Any], Any], place: Path, met: bool) -> int:
     """One of the processes: joins the others, works, and writes its answer down."""
     try:
-        signal.alarm(2 * PATIENCE)
+        signal.alarm(3 * PATIENCE)
         torch.set_num_threads(1)
-        store = dist.FileStore(str(place / "store"), size)
-        wait = timedelta(seconds=PATIENCE)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
-        answer = work(current())
+        if met:
+            store = dist.FileStore(str(place / "store"), size)
+            wait = timedelta(seconds=PATIENCE)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+        answer = work(current() if met else rank)
         (place / f"answer-{rank}").write_bytes(pickle.dumps(answer))
-        dist.barrier()
         return 0
+    except SystemExit as end:
+        return int(end.code or 0)
     except BaseException:
         print(f"process {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
         return 9
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

@@ -17,15 +17,16 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 
 from pf2lora.core.method import State
 from pf2lora.engines.local import train
-from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.allow_list import AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
-from pf2lora.federation.protocol.masked import ask
+from pf2lora.federation.protocol.masked import Take, ask
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, to_toml
-from pf2lora.federation.protocol.server import RoundRecord, ServerSession
+from pf2lora.federation.protocol.records import RoundRecord
+from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.site import SiteSession
 from pf2lora.federation.protocol.site_setup import SiteSetup, build, state_folder
+from pf2lora.federation.protocol.wire import Wire
 from pf2lora.methods import SETS
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_dict, from_settings, in_tables, merged
@@ -156,9 +157,7 @@ class Small:
         """A site, from what is on its disk."""
         folder = CheckpointFolder(state_folder(self.plan, self.files[site]), self.plan.name)
         folder.open()
-        return SiteSession(
-            self.setups[site], folder, self.plan.run.training.steps, messages.dtype_named(self.plan.wire)
-        )
+        return SiteSession(self.setups[site], folder, self.plan.run.training.steps, Wire.of(self.plan))
 
     def ask(self, requests: dict[str, bytes]) -> dict[str, bytes]:
         """The sites' answers, as far as their allow-lists let them out."""
@@ -166,16 +165,15 @@ class Small:
         for site, request in requests.items():
             setup = self.setups[site]
             answer = self.sessions[site].answer(read_request(request))
-            AllowList(
-                setup.method,
-                setup.metrics,
-                messages.dtype_named(self.plan.wire),
-                private=self.plan.run.privacy.on,
-                masked=self.plan.masked,
-            ).check(answer)
+            AllowList(setup.method, setup.metrics, Wire.of(self.plan)).check(answer)
             self.messages.append((site, answer))
             answers[site] = self.tamper(site, answer)
         return answers
+
+    def exchange(
+        self, step: str, requests: Mapping[str, bytes], /, *, take: Take = lambda site, data: data
+    ) -> dict[str, object]:
+        return {site: take(site, data) for site, data in self.ask(dict(requests)).items()}
 
     def greet(self) -> None:
         for site, answer in self.ask(dict.fromkeys(self.files, self.coordinator.hello())).items():
@@ -185,7 +183,7 @@ class Small:
         """One round; `present` are those who answer."""
         there = list(self.files) if present is None else present
         measured = evaluation_rounds(self.plan.run.training)
-        answers, summed = ask(self.coordinator, there, measured, lambda step, data: self.ask(dict(data)))
+        answers, summed = ask(self.coordinator, there, measured, self.exchange)
         missing = [s for s in self.coordinator.chosen(self.coordinator.done + 1) if s not in answers]
         return self.coordinator.finish_round(answers, 0.0, missing, summed)
 

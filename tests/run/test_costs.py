@@ -155,13 +155,13 @@ def test_bytes_are_those_of_the_tensors_sent(world: World) -> None:
 
 def test_seconds_are_the_trainings(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation has its own, so that a method that is measured twice a round does not look slower."""
-    original = trial.measure
+    original = trial.measure_all
 
     def slow(*args: Any, **options: Any) -> Any:
         time.sleep(0.2)
         return original(*args, **options)
 
-    monkeypatch.setattr(trial, "measure", slow)
+    monkeypatch.setattr(trial, "measure_all", slow)
     for method, points in (("homlora", 2), ("local", 1)):
         record = finished(ready(world, method, rounds=2, evaluate_every=1))
         assert record.seconds == pytest.approx(sum(r.seconds for r in record.rounds))

@@ -12,6 +12,7 @@ import torch
 from little_world import LEARNING, World, make_world, opened
 
 import pf2lora
+from pf2lora.engines.share import Share
 from pf2lora.run import deploy
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_settings
@@ -43,7 +44,8 @@ def deployment(monkeypatch: pytest.MonkeyPatch) -> Any:
         config = SimpleNamespace(training=training)
         workload = SimpleNamespace(clients=[None] * clients, validation="rows", config=config)
         method, schedule = SimpleNamespace(federated=True), SimpleNamespace(privacy=None)
-        trial: Any = SimpleNamespace(seeds=seeds, workload=workload, method=method, schedule=schedule)
+        parts: Any = {"workload": workload, "method": method, "schedule": schedule}
+        trial: Any = SimpleNamespace(seeds=seeds, share=Share.of_one(clients), **parts)
         return Deployment(trial)
 
     return make

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 from serving import complete, serving, standing_still
 
+from pf2lora.errors import UserError
 from pf2lora.serve.answering import RowsJob
-from pf2lora.serve.errors import ApiError
-from pf2lora.serve.worker import Worker
+from pf2lora.serve.errors import ApiError, busy
+from pf2lora.serve.worker import Worker, explained
 
 
 def test_whoever_comes_when_the_line_is_full_is_told_to_come_back(generation_run: Path) -> None:
@@ -103,6 +105,21 @@ def test_the_end_waits_for_a_text_and_tells_those_who_wait(generation_run: Path)
             assert slow.wait(10)
             assert worker.alive
     assert text.result(20) and not worker.alive
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory: 3 GiB of north's"), 503, "the device's memory is full"),
+        (UserError("a row that\ncannot be used"), 400, "a row that cannot be used"),
+        (RuntimeError("secret words of a prompt"), 500, "the model failed (RuntimeError)"),
+        (busy(), 429, "too many requests"),
+    ],
+)
+def test_what_a_caller_is_told_of_an_error(error: Exception, status: int, words: str) -> None:
+    told = explained(error)
+    assert told.status == status and words in told.message
+    assert "secret" not in told.message and "north" not in told.message and "\n" not in told.message
 
 
 def test_nobody_fills_the_line_or_the_passes_alone() -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.utils import logging
 
 from pf2lora.adapters.architectures import HEADS
+from pf2lora.adapters.prequantised import check_quantised, converted, quantised_by
 from pf2lora.errors import UserError, nearest
 
 WEIGHTS = ("*.safetensors",)  # never pickled ones (pytorch_model.bin)
@@ -114,6 +115,7 @@ def load_model(auto_class: Any, name: str, dtype: torch.dtype, **config: Any) ->
     It remembers which parameters the checkpoint did not hold: a new head is initialised anew for every seed.
     """
     settings = load(AutoConfig, name, **config)
+    check_quantised(name, settings)
     options = {
         "config": settings,
         "dtype": dtype,
@@ -130,6 +132,8 @@ def load_model(auto_class: Any, name: str, dtype: torch.dtype, **config: Any) ->
     ):  # a head for other labels is replaced; anything else would be random weights
         if parameter.split(".")[0] not in HEADS:
             raise UserError(f"the model {name!r}: its weights do not fit its config.json at {parameter!r}")
+    if quantised_by(settings) is not None:
+        converted(name, model, dtype)
     setattr(model, FRESH, frozenset(info["missing_keys"]) | mismatched)
     return cast(PreTrainedModel, model)
 

@@ -77,7 +77,7 @@ class QuantisedLinear(nn.Module):
         """The weights `(out, in)` that the codes stand for."""
         if self.codes.dtype == torch.int8:
             return (self.codes * self.scales).to(self.dtype)
-        blocks = self.pairs[self.codes.int()].view(-1, BLOCK) * self.scales.unsqueeze(1)
+        blocks = self.pairs[self.codes.int()].view(len(self.scales), -1) * self.scales.unsqueeze(1)
         size = self.out_features * self.in_features
         return blocks.to(self.dtype).view(-1)[:size].view(self.out_features, self.in_features)
 

@@ -20,6 +20,9 @@ from pf2lora.cli.sweep import sweep
 from pf2lora.cli.train import compare, train
 from pf2lora.cli.use import evaluate, export, onboard
 from pf2lora.errors import UserError, one_line
+from pf2lora.run.launch import check_alone, quiet_torch, speaks
+
+SHARED = ("train", "compare")  # what several processes may do together
 
 app = typer.Typer(
     help="Personalized federated LoRA fine-tuning of language models.",
@@ -58,17 +61,25 @@ def version(show: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: bool = typer.Option(
         False, "--version", callback=version, is_eager=True, help="Show the version."
     ),
 ) -> None:
     """Personalized federated LoRA fine-tuning of language models."""
+    command = context.invoked_subcommand
+    if command == "federation":
+        check_alone("a site or a server", "a site has one client, which processes cannot share")
+    elif command not in SHARED:
+        check_alone(f"pf2lora {command}", f"torchrun shares the clients of {' and '.join(SHARED)} alone")
 
 
 def main() -> None:
     """Bad input is one line on standard error and exit code 2."""
+    quiet_torch()
     try:
         app()
     except UserError as error:
-        print(f"pf2lora: {one_line(error)}", file=sys.stderr)
+        if speaks(error):
+            print(f"pf2lora: {one_line(error)}", file=sys.stderr)
         sys.exit(2)

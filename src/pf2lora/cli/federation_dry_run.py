@@ -13,9 +13,6 @@ from pf2lora.run.config import Config
 if TYPE_CHECKING:
     from pf2lora.federation.protocol.plan import Plan
 
-WIDTH = {"float32": 1.0, "bfloat16": 0.5}  # of a number on the network, against what is counted elsewhere
-MASKED = 2.0  # whole numbers of 64 bits
-
 
 def show_rehearsal(config: Config, options: dict[str, Any]) -> None:
     """What `rehearse` would do: as `train --dry-run`, and the plan."""
@@ -54,7 +51,10 @@ def show_submission(plan: Plan, config: Config) -> None:
 
 
 def width(plan: Plan) -> float:
-    return MASKED if plan.masked else WIDTH[plan.wire]
+    """Of a number on the network, against what is counted elsewhere: of a change, after the first round."""
+    from pf2lora.federation.protocol.wire import BLOCK, Wire
+
+    return Wire.of(plan).size(BLOCK, change=True) / (4 * BLOCK)
 
 
 def show_plan(plan: Plan, config: Config, sent: float | None) -> None:

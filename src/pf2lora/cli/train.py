@@ -13,6 +13,7 @@ from pf2lora.cli.options import WRITTEN, configured, read_config
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import SETS
 from pf2lora.run.config import Config, to_commented_toml, with_found_model
+from pf2lora.run.launch import check_alone
 
 if TYPE_CHECKING:
     from pf2lora.run.result import Result
@@ -114,6 +115,7 @@ def execute(
         typer.echo(to_commented_toml(config), nl=False)
         return
     if dry_run:
+        check_alone("a dry run", "it trains nothing")
         from pf2lora.cli.dry_run import show_dry_run
         from pf2lora.run.folder import check_free
 
@@ -121,42 +123,40 @@ def execute(
         return
     config = with_found_model(config)
     from pf2lora.cli.show import quiet_libraries, show_clients, show_note, show_result
-    from pf2lora.folder_lock import check_unused
-    from pf2lora.run import api
+    from pf2lora.run import api, launch
     from pf2lora.run.comparison import prepare
     from pf2lora.run.events import Note, RunEnded
-    from pf2lora.run.folder import check_free
     from pf2lora.run.interruption import Interrupted
     from pf2lora.run.progress import LOGS, shown
-    from pf2lora.run.resuming import ended
+    from pf2lora.run.resuming import ended_for_all
 
     if log not in LOGS:
         raise unknown("log", log, LOGS)
     quiet_libraries()
+    processes = launch.join(config.model.device)
+    log = log if processes.first else "none"  # of several processes the first speaks
     # Before the model is loaded: a mistaken --out should not cost a minute.
-    check_unused(out)
-    if not resume:
-        check_free(out, force=force)
-    elif result := ended(config, out, force=force):
+    if result := ended_for_all(processes, config, out, force=force, resume=resume):
         with shown(log, show_note) as tell:
             tell(Note(f"the run in {str(out)!r} has ended; nothing is left to do"))
             tell(RunEnded(result))
-        if log != "json":
-            show_result(result, out)
-        end(result)
-        return
-    try:
-        workload = prepare(config)
-        if log in ("auto", "lines"):
-            show_clients(workload)
-        with shown(log, show_note) as tell:
-            result = api.run(config, out, force=force, resume=resume, tell=tell, workload=workload)
-    except api.AllFailed as error:
-        result = error.result
-    except KeyboardInterrupt as stop:
-        said = stop if isinstance(stop, Interrupted) else Interrupted("stopped before the training began")
-        typer.echo(f"pf2lora: {said}", err=True)
-        raise typer.Exit(said.code) from None
+    else:
+        try:
+            workload = prepare(config)
+            if log in ("auto", "lines"):
+                show_clients(workload)
+            with shown(log, show_note) as tell:
+                result = api.run(config, out, force=force, resume=resume, tell=tell, workload=workload)
+        except api.AllFailed as error:
+            result = error.result
+        except KeyboardInterrupt as stop:
+            said = stop if isinstance(stop, Interrupted) else Interrupted("stopped before the training began")
+            if launch.speaks(said):
+                typer.echo(f"pf2lora: {said}", err=True)
+            raise typer.Exit(said.code) from None
+    launch.leave()
+    if not processes.first:
+        raise typer.Exit(2 if result.failed else 0)
     if log != "json":
         show_result(result, out)
     end(result)

@@ -33,7 +33,10 @@ class Mechanism:
     def mean_update(self, updates: Tensor, expected: int, *names: object) -> Tensor:
         """Δ̃ `(P,)` of the updates `(K', P)` that came, of `expected` clients. `names` tell one seeded draw from
         another."""
-        total = clipped(updates, self.clip).sum(0)
+        return self.released(clipped(updates, self.clip).sum(0), expected, *names)
+
+    def released(self, total: Tensor, expected: int, *names: object) -> Tensor:
+        """Δ̃ from the sum `(P,)` of updates that are cut already."""
         noise = standard_normal(total.numel(), self.seed, *names).to(total.device)
         return (total + self.noise * self.clip * noise) / expected
 
@@ -44,8 +47,12 @@ def clipped(updates: Tensor, clip: float) -> Tensor:
     updates = updates.double()
     finite = torch.isfinite(updates).all(1, keepdim=True)
     updates = torch.where(finite, updates, torch.zeros_like(updates))
-    norms = updates.norm(dim=1, keepdim=True)
-    return updates * (clip / norms.clamp_min(clip))
+    return updates * shortening(updates, clip)
+
+
+def shortening(updates: Tensor, clip: float) -> Tensor:
+    """The factor `(K, 1)` by which each of some finite updates in float64 is no longer than `clip`."""
+    return clip / updates.norm(dim=1, keepdim=True).clamp_min(clip)
 
 
 def standard_normal(count: int, seed: int | None, *names: object) -> Tensor:

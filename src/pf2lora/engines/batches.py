@@ -134,8 +134,12 @@ class Encoded:
         return tuple(range(len(self.starts) - 1)) if self.chosen is None else self.chosen
 
     def of(self, clients: Sequence[int]) -> Self:
-        """The same rows, seen by these clients."""
-        return replace(self, chosen=tuple(clients))
+        """The same rows, seen by these of the clients that are looked at."""
+        return replace(self, chosen=tuple(map(self.client, clients)))
+
+    def client(self, k: int) -> int:
+        """Whose rows those are of the k-th client that is looked at."""
+        return k if self.chosen is None else self.chosen[k]
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -261,7 +265,8 @@ class EncodedSource:
     def learner_rows(self, i: int, number: int) -> np.ndarray:
         """Where the rows of learner i's batch `number` lie."""
         seed, k = self.learner(i)
-        start, stop = self.data.starts[k : k + 2]
+        at = self.data.client(k)
+        start, stop = self.data.starts[at : at + 2]
         if self.window == 1:
             return start + batch_rows(seed, self.clients[k], stop - start, number, self.size)
         lengths = self.data.lengths[start:stop]

@@ -7,22 +7,16 @@ over gloo; tensors as they are, over NCCL where every process has an accelerator
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pf2lora.errors import UserError, one_line
-
-TIMEOUT = 1800.0  # seconds that processes wait for the slowest; one that has ended is noticed at once
-LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun says to its processes
-
-Found = TypeVar("Found")
 
 
 class ProcessLost(UserError):
@@ -200,13 +194,6 @@ def as_bytes(data: bytes) -> Tensor:
 
 
 # --- this process among them -------------------------------------------------------------------------------
-
-
-def launched(environment: Mapping[str, str] = os.environ) -> int:
-    """As how many processes torchrun, or a launcher that speaks as it does, has started this one; 1 where none has."""
-    if not all(environment.get(name) for name in LAUNCHED):
-        return 1
-    return int(environment["WORLD_SIZE"])
 
 
 def current() -> Processes:

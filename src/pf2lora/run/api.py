@@ -14,9 +14,10 @@ from pf2lora.core.method import Method
 from pf2lora.data import memory
 from pf2lora.data.memory import Tables
 from pf2lora.engines.bad_clients import Diverged
+from pf2lora.engines.processes import current
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
-from pf2lora.run import cards, checkpoints, comparison, folder, resuming, trackers
+from pf2lora.run import cards, checkpoints, comparison, folder, launch, resuming, trackers
 from pf2lora.run import config as configs
 from pf2lora.run import sweep as sweeps
 from pf2lora.run.checkpoints import Checkpoints
@@ -62,11 +63,13 @@ def federate(
     ends as if it had not been; none there begins, and one that has ended is read (docs/resume.md). A method that fails
     is in the result's `failed`, unless all do: that is an error. `log` is what is shown meanwhile: "auto" (a live
     screen on a terminal, a line now and then elsewhere), "lines", "json" or "none"; each of `callbacks` is called with
-    every event (docs/python.md).
+    every event (docs/python.md). Under torchrun all processes call this, share the clients, and get the result; the
+    first writes and shows (docs/distributed.md).
     """
     config, tables, folder = as_config("federate()", model, clients, method, task, out, methods, settings)
-    with shown(log) as listener:
-        tell = everybody(listener, *callbacks)
+    first = launch.join(config.model.device).first
+    with shown(log if first else "none") as listener:
+        tell = everybody(listener, *(callbacks if first else ()))
         return run(config, folder, force=force, resume=resume, tell=tell, tables=tables)
 
 
@@ -90,6 +93,7 @@ def sweep(
     `federate(…, methods=found.rates)`. `on_try` is called with the method, each finished try, its number and that of
     all. Without `out` nothing is kept.
     """
+    launch.check_alone("a sweep", "torchrun shares the clients of one run")
     config, tables, folder = as_config("sweep()", model, clients, method, task, out, methods, settings)
     with nullcontext(folder) if folder is not None else TemporaryDirectory() as place:
         return sweeps.sweep(
@@ -198,28 +202,45 @@ def run_into(
     def on_note(line: str) -> None:
         tell(Note(line))
 
-    if resume and (ended := resuming.ended(config, out, force=force)):
+    processes = workload.processes if workload else current()
+    if ended := resuming.ended_for_all(processes, config, out, force=force, resume=resume):
         on_note(f"the run in {str(out)!r} has ended; nothing is left to do")
         return ended
-    folder_lock.check_unused(out)
-    if not resume:
-        folder.check_free(out, force=force)
-    trackers.check(config.output.trackers)
+    with processes.together():
+        trackers.check(config.output.trackers)
     workload = workload or prepare(config, tables)
+    processes = workload.processes
     again = resuming.command(config, out)
     keeper = Checkpoints(out / checkpoints.FOLDER, workload, out / "metrics.jsonl", on_note, again)
+    if not processes.first:
+        return run_beside(config, workload, keeper, again, resume=resume)
     with folder_lock.locked(out):
-        if resume and resuming.begun(keeper):
-            keeper.cut_log()
-            folder.clear_half_written(out)
-        else:  # only now: bad input must not cost the run that is there
-            folder.claim(out, force=force or resume)
+        begun = resume and resuming.begun(keeper)
+        with processes.together():
+            if begun:
+                keeper.cut_log()
+                folder.clear_half_written(out)
+            else:  # only now: bad input must not cost the run that is there
+                folder.claim(out, force=force or resume)
         with resuming.saying_how(again, keeper):
             write_text(out / "config.toml", configs.to_toml(config))
             result = watched_run(config, out, workload, keeper, tell)
             report.build([result], out / "report.html")
             keeper.remove()
     return result
+
+
+def run_beside(
+    config: Config, workload: Workload, keeper: Checkpoints, again: str, *, resume: bool
+) -> Result:
+    """The same run in another process than the first, which has the folder: nothing is written here."""
+    if resume:
+        resuming.begun(keeper)
+    with workload.processes.together():
+        pass
+    with resuming.saying_how(again, keeper):
+        watcher = Watcher(tell=lambda event: None)
+        return comparison.compare(config, watcher, workload, keeper, go_on=not config.training.strict)
 
 
 def watched_run(config: Config, out: Path, workload: Workload, keeper: Checkpoints, tell: Listener) -> Result:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pf2lora.run.evaluation import Models, measure, summary
+from pf2lora.run.evaluation import Models, summary
+from pf2lora.run.gathering import measure_all
 from pf2lora.run.result import Baseline
 from pf2lora.run.set_up import set_up
 from pf2lora.run.workload import Workload
@@ -26,11 +27,12 @@ def baselines(workload: Workload) -> dict[str, Baseline]:
 
 def untrained(workload: Workload) -> Baseline:
     """The model that every method begins with: all adapters add nothing yet, so any method shows it."""
-    training, clients = workload.config.training, len(workload.clients)
+    training = workload.config.training
     trial = set_up(workload, training.method[0], training.seed, compiled=False)
     try:
+        clients = len(trial.workload.clients)
         common, personal = (t[:1].expand(clients, -1) for t in (trial.state.x, trial.state.y))
-        scores = measure(trial, Models(common, torch.zeros_like(personal))).scores
+        scores = measure_all(trial, Models(common, torch.zeros_like(personal))).scores
     finally:
         trial.model.remove()
     return Baseline("untrained (round 0)", summary(workload.task.metrics, scores) or {})

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pf2lora.core.randomness import participants
 from pf2lora.run.config import Config
 from pf2lora.run.evaluation import evaluation_rounds
+from pf2lora.run.sharing import GRADIENT
 from pf2lora.run.workload import Workload
 
-GRADIENT = 3  # passes forward that a gradient costs as much as
 FEW_ROWS = 200  # answered in one evaluation: nobody waits long for so few
 
 

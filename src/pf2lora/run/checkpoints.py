@@ -36,7 +36,7 @@ from pf2lora.run.fingerprint import (
 from pf2lora.run.interruption import Interrupted, Interruption
 from pf2lora.run.result import SeedRun
 from pf2lora.run.set_up import Trial
-from pf2lora.run.snapshot import Damaged, Snapshot
+from pf2lora.run.snapshot import Damaged, SharedSnapshot, Snapshot
 from pf2lora.run.trial import Outcome, common_vectors
 from pf2lora.run.watched import Watched
 from pf2lora.run.workload import Workload
@@ -75,20 +75,52 @@ class Checkpoints:
         output = workload.config.output
         self.folder, self.workload, self.log, self.tell, self.go_on = folder, workload, log, tell, go_on
         self.every, self.keep = output.checkpoint_every, output.keep_checkpoints
+        self.processes = workload.processes  # the first of them writes
         self.rows = rows_digests(workload)
         self.fingerprint = fingerprint(workload, self.rows)
         self.finished: dict[tuple[str, int], Finished] = {}
         self.digests: dict[tuple[str, int], str] = {}  # of the finished ones' files
         self.failed: dict[str, str] = {}  # methods that diverged, and why
         self.found: Snapshot | None = None  # what the run goes on from
-        self.interruption = Interruption()
+        self.interruption = Interruption(quiet=not self.processes.first)
         self.saved_at, self.cost = time.monotonic(), 0.0
         self.round = 0  # the last one that is kept of the trial at hand
 
     # --- going on -------------------------------------------------------------------------------------------
 
     def load(self) -> bool:
-        """Go on from the last whole checkpoint; False where none was ever written. Nothing is changed yet."""
+        """Go on from the last whole checkpoint; False where none was ever written. Nothing is changed yet. Of several
+        processes the first reads it, and tells the others."""
+        if self.processes.alone:
+            return self.load_here()
+        told = self.processes.from_first(lambda: self.to_tell() if self.load_here() else None)
+        if told is None:
+            return False
+        self.found = SharedSnapshot(Path(told["path"]), told["about"], told["digests"], self.processes)
+        if not self.processes.first:
+            self.hear(told)
+        return True
+
+    def to_tell(self) -> dict[str, Any]:
+        """What the other processes have to know of the checkpoint that was read."""
+        assert self.found is not None
+        return {
+            "path": str(self.found.path),
+            "about": self.found.about,
+            "digests": dict(self.found.digests),
+            "finished": [[*key, finished_content(done)] for key, done in self.finished.items()],
+        }
+
+    def hear(self, told: dict[str, Any]) -> None:
+        """What the first process has read."""
+        self.failed = dict(told["about"]["failed"])
+        self.finished = {
+            (method, seed): read_content(content, FINISHED) for method, seed, content in told["finished"]
+        }
+        for line in told["about"]["notes"]:
+            self.workload.task.note(line)
+
+    def load_here(self) -> bool:
         damaged = []
         for path in snapshot.newest_first(self.folder):
             try:
@@ -136,14 +168,9 @@ class Checkpoints:
             data = (self.folder / name).read_bytes()
             if hashlib.sha256(data).hexdigest() != digest:
                 raise Damaged(f"{name} is not as it was written")
-            content = json.loads(data)
-            record = decode(SeedRun, content["record"], name)
-            shown = [
-                [Example(p, tuple(r), o, *at) for p, r, o, *at in client] for client in content["examples"]
-            ]
+            return read_content(json.loads(data), name)
         except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError) as error:
             raise Damaged(f"{name} cannot be read ({error})") from None
-        return Finished(record, shown)
 
     def whose_rows(self, found: Snapshot) -> str:
         """The client whose rows are others than when the checkpoint was written, where its own file tells."""
@@ -193,10 +220,12 @@ class Checkpoints:
 
     def after_round(self, trial: Trial, done: Round, watched: Watched) -> None:
         """A checkpoint, where one is due or the run was asked to stop."""
-        asked = self.interruption.number
-        if asked or self.due(trial, done):
+        told = self.processes.gather([self.interruption.number, self.due(trial, done)])
+        asked = max(number for number, _ in told)
+        if asked or told[0][1]:
             self.save_trial(trial, done, watched)
         if asked:
+            self.interruption.number = asked
             raise self.stopped(f"{trial.method.label}: stopped after round {done.number}, which is kept")
 
     def due(self, trial: Trial, done: Round) -> bool:
@@ -223,7 +252,11 @@ class Checkpoints:
         self.cost, self.round = self.saved_at - started, done.number
 
     def save(self, about: dict[str, Any], files: Iterable[tuple[str, bytes]]) -> None:
-        """A checkpoint with what every one has."""
+        """A checkpoint with what every one has. Of several processes the first writes it, to which the others send."""
+        if not self.processes.first:
+            for _ in files:
+                pass
+            return
         length = 0
         if self.log is not None and self.log.exists():
             with self.log.open("rb") as file:
@@ -244,7 +277,9 @@ class Checkpoints:
         for outcome in outcomes:
             key = method, outcome.record.seed
             found = self.finished[key] = Finished(outcome.record, outcome.examples)
-            data = snapshot.encoded({"record": asdict(found.record), "examples": found.examples})
+            if not self.processes.first:
+                continue
+            data = snapshot.encoded(finished_content(found))
             place = self.folder / FINISHED
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_bytes(place / f"{method}-{key[1]}.json", data)
@@ -265,11 +300,24 @@ class Checkpoints:
 
     def stop_if_asked(self) -> None:
         """Between two trials."""
+        self.interruption.number = max(self.processes.gather(self.interruption.number))
         if self.interruption.number:
             raise self.stopped("stopped")
 
     def stopped(self, what: str) -> Interrupted:
         return Interrupted(f"{what}; go on with: {self.go_on}", self.interruption.number or 2)
+
+
+def finished_content(found: Finished) -> dict[str, Any]:
+    """As its file has it."""
+    return {"record": asdict(found.record), "examples": found.examples}
+
+
+def read_content(content: Any, name: str) -> Finished:
+    """What the file `name` has; an error of many kinds where it is none of ours."""
+    record = decode(SeedRun, content["record"], name)
+    examples = ([Example(p, tuple(r), o, *at) for p, r, o, *at in client] for client in content["examples"])
+    return Finished(record, list(examples))
 
 
 def remove_all(folder: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from pf2lora.data.memory import PLACE, Tables
 from pf2lora.engines.bad_clients import Diverged
+from pf2lora.engines.processes import current
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
 from pf2lora.methods.own_size import AUTO, FIXED
@@ -23,6 +24,7 @@ from pf2lora.run.checkpoints import Checkpoints, Finished
 from pf2lora.run.config import Config, to_dict
 from pf2lora.run.events import Event, Listener, MethodEnded, MethodStarted, RoundEnded, RunEnded, RunStarted
 from pf2lora.run.fitting import fitted
+from pf2lora.run.launch import limited
 from pf2lora.run.made_with import machine, versions
 from pf2lora.run.progress import shown
 from pf2lora.run.result import Baseline, ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
@@ -54,8 +56,19 @@ class Watcher:
 def prepare(config: Config, tables: Tables | None = None) -> Workload:
     """Data, tokens and the frozen base model, and every method set up once: what is wrong is said before training.
     `tables` are rows in memory."""
-    schedule_of(config, config.training.seed)
-    check_validation(config)
+    with current().together():
+        schedule_of(config, config.training.seed)
+        check_validation(config)
+        check_names(config)
+        workload = load_workload(config, tables=tables)
+    workload = limited(workload)
+    with workload.processes.together():
+        check_methods(workload)
+    return workload
+
+
+def check_names(config: Config) -> None:
+    """Each method has a name of its own, and each table a method."""
     names = [METHODS[name].name for name in config.training.method]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -63,9 +76,6 @@ def prepare(config: Config, tables: Tables | None = None) -> Workload:
     for table in config.methods:
         if table not in (*METHODS, *config.training.method, *names):
             raise unknown("method in [methods]", table, [*METHODS, *names])
-    workload = load_workload(config, tables=tables)
-    check_methods(workload)
-    return workload
 
 
 def check_validation(config: Config) -> None:
@@ -234,7 +244,8 @@ def run_together(
 ) -> list[Outcome]:
     """One method with some seeds in the same passes, with its progress."""
     training = workload.config.training
-    trial, fit = fitted(set_up(workload, asked, *seeds))
+    with workload.processes.together():
+        trial, fit = fitted(set_up(workload, asked, *seeds))
     method = trial.method
     which = (
         "" if training.seeds == 1 else f", seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
@@ -329,7 +340,7 @@ def describe(
         ],
         config=to_dict(config),
         versions=versions(),
-        machine=machine(workload.device),
+        machine=machine(workload.device, workload.processes.size),
         methods=methods,
         examples=examples,
         baselines=references or {},

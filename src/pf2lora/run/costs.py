@@ -21,9 +21,12 @@ from pf2lora.run.result import Parameters, SentBytes
 BYTES_PER_NUMBER = 4  # x is sent as float32
 
 
-def parameters(method: Method, personal: Layout, state: State) -> Parameters:
-    """Trainable parameters of a client at the start, the mean over clients."""
-    trained = method.trained_numbers(state)
+def parameters(
+    method: Method, personal: Layout, state: State, trained: Sequence[int] | None = None
+) -> Parameters:
+    """Trainable parameters of a client at the start, the mean over clients: those of `state`, unless what each has
+    `trained` is given."""
+    trained = trained or method.trained_numbers(state)
     return Parameters(sum(trained) / len(trained), method.own_numbers(personal), method.layout.head_size)
 
 

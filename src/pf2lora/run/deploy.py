@@ -68,12 +68,18 @@ class Deployment:
         if self.trial.workload.config.training.keep == "last":
             self.best, self.common = Kept(self.learners), []
         self.last = {}
-        for name, models in offered.items():
-            self.last[name] = Kept.holding(name, done.number, self.judge(*models).cpu(), models)
-            self.best.take_better(self.last[name])
+        with self.trial.share.processes.together():
+            for name, models in offered.items():
+                self.last[name] = Kept.holding(name, done.number, self.judge(*models).cpu(), models)
+                self.best.take_better(self.last[name])
         if common is not None:
-            self.offer_common(common, self.last.get(COMMON, self.last[SERVED]).mean_losses())
-        return self.last[SERVED].mean_losses()
+            self.offer_common(common, self.everyones(self.last.get(COMMON, self.last[SERVED])))
+        return self.everyones(self.last[SERVED])
+
+    def everyones(self, kept: Kept) -> Tensor:
+        """The losses of all learners, whichever process has them."""
+        losses = kept.mean_losses()
+        return torch.tensor(self.trial.share.everyone(losses.tolist()), dtype=losses.dtype)
 
     def choose(self) -> None:
         """What every learner takes: of the models that are better than the one served by more than an accident, and

@@ -41,6 +41,7 @@ class Fingerprint:
     device: str
     threads: int
     versions: dict[str, str]
+    processes: int = 1
 
 
 def fingerprint(workload: Workload, of_clients: Sequence[str]) -> Fingerprint:
@@ -54,6 +55,7 @@ def fingerprint(workload: Workload, of_clients: Sequence[str]) -> Fingerprint:
         str(workload.device),
         torch.get_num_threads(),
         made_with,
+        workload.processes.size,
     )
 
 
@@ -102,6 +104,8 @@ def check_same(then: Fingerprint, now: Fingerprint, whose_rows: Callable[[], str
     per_pass = [f.settings["training"].get("clients_per_pass", "auto") for f in (then, now)]
     if per_pass[0] != per_pass[1]:
         lines.append(f"clients_per_pass was {per_pass[0]} and is {per_pass[1]}: same up to rounding")
+    if then.processes != now.processes:
+        lines.append(f"processes were {then.processes} and are {now.processes}: same up to rounding")
     if then.threads != now.threads:
         lines.append(
             f"it was begun with {then.threads} threads, and now has {now.threads}: same up to rounding"

@@ -24,8 +24,8 @@ class Interrupted(KeyboardInterrupt):
 class Interruption:
     """Whether somebody asked."""
 
-    def __init__(self) -> None:
-        self.number = 0  # the signal; 0: nobody
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.number, self.quiet = 0, quiet  # the signal; 0: nobody
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -46,4 +46,5 @@ class Interruption:
             self.number = number
             raise KeyboardInterrupt
         self.number = number
-        os.write(2, ASKED)  # print() may be what was interrupted
+        if not self.quiet:
+            os.write(2, ASKED)  # print() may be what was interrupted

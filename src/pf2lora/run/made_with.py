@@ -23,8 +23,9 @@ def versions() -> dict[str, str]:
     }
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """Where they were made."""
+def machine(device: torch.device, processes: int = 1) -> dict[str, Any]:
+    """Where they were made, and by how many processes where it was more than one."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
-    return {"device": str(device), "name": name, "cores": os.cpu_count(), "memory_bytes": memory}
+    found = {"device": str(device), "name": name, "cores": os.cpu_count(), "memory_bytes": memory}
+    return found | ({"processes": processes} if processes > 1 else {})

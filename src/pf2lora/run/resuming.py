@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pf2lora import folder_lock
+from pf2lora.engines.processes import Processes, ProcessLost
 from pf2lora.errors import CannotWrite, UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import checkpoints, folder, snapshot
@@ -14,7 +16,8 @@ from pf2lora.run.checkpoints import Checkpoints
 from pf2lora.run.config import Config, difference, from_toml, to_dict
 from pf2lora.run.fingerprint import CannotGoOn
 from pf2lora.run.interruption import Interrupted
-from pf2lora.run.result import FILE, Result, load_result
+from pf2lora.run.launch import command_prefix
+from pf2lora.run.result import FILE, Result, from_json, load_result
 
 OUT_OF_MEMORY = ("out of memory", "not enough memory")  # as torch says it, on CUDA and on the host
 
@@ -23,7 +26,7 @@ def command(config: Config, out: Path) -> str:
     """What goes on with the run: its own config has every setting."""
     name = "train" if len(config.training.method) == 1 else "compare"
     place = "" if config.output.out == str(out) else f"--out {shlex.quote(str(out))} "
-    return f"pf2lora {name} {shlex.quote(str(out / 'config.toml'))} {place}--resume"
+    return f"{command_prefix()}pf2lora {name} {shlex.quote(str(out / 'config.toml'))} {place}--resume"
 
 
 def ended(config: Config, out: Path, *, force: bool = False) -> Result | None:
@@ -50,6 +53,24 @@ def ended(config: Config, out: Path, *, force: bool = False) -> Result | None:
     if result:  # it may have been killed while it cleared up
         checkpoints.remove_all(out / checkpoints.FOLDER)
     return result
+
+
+def ended_for_all(
+    processes: Processes, config: Config, out: Path, *, force: bool, resume: bool
+) -> Result | None:
+    """The same for all processes of a run, of which the first looks; and whether `out` may be written."""
+    result: Result | None = None
+    with processes.together():
+        if processes.first:
+            result = ended(config, out, force=force) if resume else None
+            if result is None:
+                folder_lock.check_unused(out)
+                if not resume:
+                    folder.check_free(out, force=force)
+    if processes.alone:
+        return result
+    told = processes.from_first(lambda: None if result is None else result.to_dict())
+    return None if told is None else from_json(told, str(out))
 
 
 def begun(keeper: Checkpoints) -> bool:
@@ -79,6 +100,9 @@ def saying_how(again: str, keeper: Checkpoints) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         raise keeper.stopped("stopped at once") from None
+    except ProcessLost as error:
+        kept = f"round {keeper.round} is kept" if keeper.round else "no round of this method is kept"
+        raise ProcessLost(f"{error}; {kept}; go on with: {again}") from None
     except OSError as error:
         refused = (
             error if isinstance(error, CannotWrite) else CannotWrite(error.filename or keeper.folder, error)

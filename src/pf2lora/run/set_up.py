@@ -18,10 +18,12 @@ from pf2lora.core.rates import RateSchedule
 from pf2lora.engines.batches import Encoded, EncodedSource
 from pf2lora.engines.local import Schedule
 from pf2lora.engines.rates import Rates
+from pf2lora.engines.share import Share
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
 from pf2lora.run.compiling import compiles
 from pf2lora.run.config import Config
+from pf2lora.run.sharing import part_of, share_of
 from pf2lora.run.workload import Workload
 from pf2lora.settings import checked
 
@@ -43,6 +45,28 @@ class Trial:
     state: State
     schedule: Schedule
     measured_fully: bool = True  # at the end, with what is too costly for every round; not of a mere try
+    of_run: Workload | None = None  # of all clients, where other processes have some
+    shared: Share | None = None  # and who has whom
+
+    @property
+    def whole(self) -> Workload:
+        """The workload of all clients, of which this process may have a part."""
+        return self.of_run or self.workload
+
+    @property
+    def share(self) -> Share:
+        """Whose clients are whose."""
+        return self.shared or Share.of_one(len(self.workload.clients))
+
+    @property
+    def learners(self) -> Share:
+        """The same for one seed's learners, who are clients but for a pooled one."""
+        return self.share.of_copies() if self.method.pooled else self.share
+
+    @property
+    def names(self) -> list[str]:
+        """Of one seed's learners, in all processes."""
+        return list(self.source.clients) if self.method.pooled else self.whole.names
 
     @property
     def rates(self) -> Rates:
@@ -64,20 +88,23 @@ def set_up(
     federation sees nobody else's data. `compiled` off leaves the model as it is, for a mere check. `own_rates` are what
     differs between federations side by side, one table for each of `seeds`, of which several may be the same then.
     """
-    config, kind = workload.config, METHODS[name]
+    config, kind, whole, share = workload.config, METHODS[name], workload, share_of(workload)
+    workload = part_of(whole, share)
     model = TwoLevelModel(workload.base, adapter_spec(config, name))
     try:
         if compiled and compiles(workload, name, len(seeds)):
             model.compile()
         model.repeat_layers(config.model.checkpointing == "on")
         names = ["pooled"] if kind.pooled else workload.names
-        position, clients = place or (0, len(names))
-        positions = tuple(range(position, position + len(names))) * len(seeds)
+        clients = len(names) if kind.pooled else len(whole.clients)
+        positions = (0,) if kind.pooled else share.here
+        if place is not None:
+            positions, clients = (place[0],), place[1]
         run = Surroundings(
             model.common_layout,
             method_table(config, name).get("rank", config.adapter.rank),
             clients,
-            positions,
+            positions * len(seeds),
             config.model.precision,
             model.personal_layout,
             validated=workload.validation is not None,
@@ -96,8 +123,8 @@ def set_up(
             compare_updates=judged,
             own_rates=tuple(own_rates),
         )
-        rows = workload.train.pooled() if kind.pooled else workload.train
-        learners = len(participants(seeds[0], 1, len(workload.clients), schedule.participation))
+        rows = whole.train.pooled() if kind.pooled else workload.train
+        learners = len(participants(seeds[0], 1, len(whole.clients), schedule.participation))
         size = method.batch_size(config.training.batch_size, learners)
         source = batch_source(config, rows, names, seeds, size, method.draws)
         first = zip(*(model.initial(seed, names) for seed in seeds))
@@ -106,7 +133,7 @@ def set_up(
         model.remove()
         raise
     loss = partial(workload.task.loss, model)
-    return Trial(workload, seeds, model, method, loss, source, state, schedule)
+    return Trial(workload, seeds, model, method, loss, source, state, schedule, of_run=whole, shared=share)
 
 
 def method_table(config: Config, name: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from pf2lora.engines.processes import Processes, as_bytes
 from pf2lora.errors import shown
 
 FORMAT = 1
@@ -49,6 +50,21 @@ class Snapshot:
         if hashlib.sha256(data).hexdigest() != self.digests[name]:
             raise Damaged(f"{name} is not as it was written")
         return data
+
+
+@dataclass(frozen=True)
+class SharedSnapshot(Snapshot):
+    """The snapshot of a run that several processes share: the first reads, and all of them get what it read. They ask
+    for the same files in the same order."""
+
+    processes: Processes
+
+    def read(self, name: str) -> bytes:
+        data = None
+        with self.processes.together():
+            if self.processes.first:
+                data = as_bytes(super().read(name))
+        return self.processes.bytes_from_first(data).numpy().tobytes()
 
 
 def write(folder: Path, about: Mapping[str, Any], files: Iterable[tuple[str, bytes]], keep: int) -> Path:

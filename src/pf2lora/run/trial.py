@@ -23,11 +23,11 @@ from pf2lora.run.evaluation import (
     Models,
     finite,
     finite_numbers,
-    measure,
     models_in_use,
     not_finite,
     summary,
 )
+from pf2lora.run.gathering import all_choices, all_steps, largest, measure_all, rows_at_first
 from pf2lora.run.result import POINTS, ROUND_POINTS, Numbers, RoundRecord, SeedRun
 from pf2lora.run.set_up import Trial
 from pf2lora.run.validation import sampled_judge
@@ -39,7 +39,7 @@ from pf2lora.tasks.base import Example
 @dataclass(frozen=True)
 class Outcome:
     """A finished trial with one seed: its record for result.json, what each client deploys (without validation rows:
-    what it is served), and what all of them share."""
+    what it is served), and what all of them share. Of several processes, the first has every client's adapters."""
 
     record: SeedRun
     common_of_client: Tensor  # (clients, P)
@@ -81,7 +81,9 @@ def run(
 
     def stepped(step: Step) -> None:
         watched.steps.add(step)
-        on_step(step.clients)
+        on_step(
+            round(step.clients * len(trial.names) / len(trial.source.clients))
+        )  # other processes' beside them
 
     costs.start_memory_count(workload.device)
     for done in train(
@@ -95,6 +97,7 @@ def run(
         graphs=config.model.graphs,
         judges=partial(sampled_judge, trial) if watched.deployment else None,
         after=after,
+        share=trial.learners,
     ):
         started = time.perf_counter()
         records, last = round_records(trial, done, measured_rounds, watched)
@@ -122,8 +125,9 @@ def round_records(
     last = done.number == trial.schedule.rounds
     if done.number not in measured_rounds:
         return records, last
-    served = models_in_use(trial, done.served, done.number)
-    offered = dict(candidates(trial, done, served))
+    with trial.share.processes.together():
+        served = models_in_use(trial, done.served, done.number)
+        offered = dict(candidates(trial, done, served))
     losses: Numbers | None = None
     deployment = watched.deployment
     if deployment is not None:
@@ -133,7 +137,7 @@ def round_records(
         last = last or watched.stopper.enough(found)
     points = ROUND_POINTS if trial.workload.config.training.evaluate_before else (SERVED,)
     watched.last = {
-        name: measure(trial, models, final=last) for name, models in offered.items() if name in points
+        name: measure_all(trial, models, final=last) for name, models in offered.items() if name in points
     }
     if last and deployment is not None:
         finish(trial, done, offered, watched, deployment)
@@ -146,27 +150,31 @@ def finish(
     trial: Trial, done: Round, offered: dict[str, Models], watched: Watched, deployment: Deployment
 ) -> None:
     """The last candidate, and how good all of them and what clients chose are."""
-    offered = dict(offered)
-    personal = deployment.try_personal_steps(done, offered[SERVED])
+    offered, processes = dict(offered), trial.share.processes
+    with processes.together():
+        personal = deployment.try_personal_steps(done, offered[SERVED])
     if personal is not None:
         offered[PERSONAL] = personal
     for name, models in offered.items():
         if name not in watched.last:
-            watched.last[name] = measure(trial, models)
-    deployment.choose()
-    as_served = all(c.candidate == SERVED and c.round == done.number for c in deployment.choices())
-    watched.deployed = watched.last[SERVED] if as_served else measure(trial, deployment.models, final=True)
+            watched.last[name] = measure_all(trial, models)
+    with processes.together():
+        deployment.choose()
+    as_served = all(c.candidate == SERVED and c.round == done.number for c in all_choices(trial, deployment))
+    watched.deployed = (
+        watched.last[SERVED] if as_served else measure_all(trial, deployment.models, final=True)
+    )
 
 
 def own_slice(trial: Trial, s: int) -> slice:
-    """The learners of the seed at position `s`, one for each client."""
-    count = len(trial.workload.clients)
+    """The learners of the seed at position `s`, one for each client of the run."""
+    count = len(trial.whole.clients)
     return slice(s * count, (s + 1) * count)
 
 
 def plain_record(trial: Trial, done: Round, s: int) -> RoundRecord:
     """What every round has: its time, shared among the seeds of the pass, and the training's figures."""
-    share, own = done.stats.second_order, trial.source.clients
+    share, own = done.stats.second_order, trial.names
     return RoundRecord(
         round=done.number,
         seconds=done.seconds / len(trial.seeds),
@@ -185,7 +193,7 @@ def measured_record(
     s: int,
 ) -> RoundRecord:
     """A round's record with what was measured of one seed."""
-    own = own_slice(trial, s)
+    own, here = own_slice(trial, s), trial.share.own(s)
     scores = {
         point: {metric: finite_numbers(values[own]) for metric, values in measured[point].scores.items()}
         for point in ROUND_POINTS
@@ -193,17 +201,18 @@ def measured_record(
     }
     model, spec = trial.model, trial.model.spec
     adapters = (
-        *(model.common_layout, model.personal_layout, served.common[own], served.personal[own]),
+        *(model.common_layout, model.personal_layout, served.common[here], served.personal[here]),
         *(spec.scaling, spec.client_scaling),
     )
-    shares = client_share(*adapters).tolist() if spec.client_rank else None
+    everyone = trial.share.everyone
+    shares = everyone(client_share(*adapters).tolist()) if spec.client_rank else None
     return replace(
         record,
         validation_loss=None if losses is None else losses[own],
         served=scores["served"],
         before_averaging=scores.get("before_averaging"),
         client_share=None if shares is None else finite_numbers(shares),
-        ranks=learned_ranks(*adapters).tolist(),
+        ranks=everyone(learned_ranks(*adapters).tolist()),
     )
 
 
@@ -217,40 +226,46 @@ def outcomes(trial: Trial, done: Round, watched: Watched, memory: int | None) ->
     else:
         models = deployment.models
         common = [vector for _, vector in deployment.common] if shared else None
-    flops = watched.steps.flops(trial.F, trial.source, trial.state, trial.workload.device)
+    memory, steps = largest(trial, memory), all_steps(trial, watched.steps)
+    counting = partial(steps.flops, trial.F, trial.source, trial.state, trial.workload.device)
+    flops = trial.share.processes.from_first(counting)
     found = []
     for s in range(len(trial.seeds)):
-        own = own_slice(trial, s)
+        own, here = own_slice(trial, s), trial.share.own(s)
         record = seed_run(trial, watched, s)
         record = replace(
             record, flops_per_round=flops / len(trial.seeds) / done.number, peak_memory_bytes=memory
         )
         examples = (watched.deployed or watched.last[SERVED]).examples[own]
         vector = None if common is None else common[s]
-        found.append(Outcome(record, models.common[own], models.personal[own], vector, trial.model, examples))
+        common_of, personal_of = (rows_at_first(trial, t[here]) for t in models)
+        found.append(Outcome(record, common_of, personal_of, vector, trial.model, examples))
     return found
 
 
 def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
     """The record of a finished trial with the seed at position `s`."""
-    workload, method, own = trial.workload, trial.method, own_slice(trial, s)
+    workload, method, own = trial.whole, trial.method, own_slice(trial, s)
     deployment, moving = watched.deployment, watched.moving
     metrics = workload.task.metrics
     scores = {name: found.of(own).scores for name, found in watched.last.items()}
     candidates = {name: over for name, found in scores.items() if (over := summary(metrics, found))}
     deployed = watched.deployed.of(own).scores if watched.deployed else None
-    learners = len(trial.source.clients)
-    still = moving.still[s * learners : (s + 1) * learners] if moving else []
+    learners, everyone = len(trial.names), trial.learners.everyone
+    still = everyone(moving.still)[s * learners : (s + 1) * learners] if moving else []
     return SeedRun(
         seed=trial.seeds[s],
         served=candidates["served"],
         before_averaging=candidates.get("before_averaging"),
         deploy=summary(metrics, deployed),
-        choices=deployment.choices()[own] if deployment else None,
+        choices=all_choices(trial, deployment)[own] if deployment else None,
         candidates=candidates if deployment else {},
         rounds=watched.rounds[s],
         layers=trial.model.layer_names,
-        parameters=costs.parameters(method, trial.model.personal_layout, trial.state),
+        parameters=costs.parameters(
+            *(method, trial.model.personal_layout, trial.state),
+            trained=everyone(method.trained_numbers(trial.state)),
+        ),
         bytes_per_round=costs.sent_bytes(watched.sent[s]),
         flops_per_round=None,
         seconds=watched.seconds[s],
@@ -282,7 +297,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
 
 def per_client(trial: Trial, done: Round, steps: Tensor, s: int) -> Numbers:
     """The mean over a round's steps `(steps, K)` for every client of a seed; None for those that did not take part."""
-    count, learners = len(trial.workload.clients), len(trial.source.clients)
+    count, learners = len(trial.whole.clients), len(trial.names)
     means = {i: finite(value) for i, value in zip(done.participants, steps.mean(0).tolist())}
     own = [means.get(s * learners + k) for k in range(learners)]
     return own * count if trial.method.pooled else own

@@ -73,12 +73,13 @@ class Watched:
 
     def note(self, trial: Trial, done: Round) -> None:
         """How many numbers each participant sent, and whether its own adapter moved."""
-        numbers, learners = trial.method.sent_numbers(done.served, done.number), len(trial.source.clients)
+        learners = trial.learners
+        numbers = learners.everyone(trial.method.sent_numbers(done.served, done.number))
         head = trial.method.leaves(done.number).head_size
         for i in done.participants:
-            self.sent[i // learners].add(numbers[i], head)
+            self.sent[i // learners.clients].add(numbers[i], head)
         if self.moving is not None:
-            self.moving.look(done.served.y, done.participants)
+            self.moving.look(done.served.y, learners.places(done.participants))
 
     def peak_memory(self, trial: Trial) -> int | None:
         """The most memory in use, before the run was interrupted too; None where the system does not tell."""

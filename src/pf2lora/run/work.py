@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pf2lora.methods import METHODS
-from pf2lora.run.cadence import GRADIENT, learners_per_round, rounds_to_evaluate
+from pf2lora.run.cadence import learners_per_round, rounds_to_evaluate
 from pf2lora.run.config import Config
 from pf2lora.run.deploy import candidate_names, rounds_alone
 from pf2lora.run.events import Listener, Progress
+from pf2lora.run.sharing import GRADIENT
 from pf2lora.run.workload import Workload
 
 

@@ -17,6 +17,7 @@ from pf2lora.data.loading import load_clients
 from pf2lora.data.memory import Tables
 from pf2lora.data.suspicions import few_rows
 from pf2lora.engines.batches import Encoded
+from pf2lora.engines.processes import ALONE, Processes, current
 from pf2lora.errors import UserError
 from pf2lora.run.config import Config
 from pf2lora.tasks.base import Task
@@ -40,6 +41,7 @@ class Workload:
     device: torch.device
     notes: tuple[str, ...] = ()  # what the data's reader has to say
     weights: str = ""  # a digest of the base model's
+    processes: Processes = ALONE  # that share its clients
 
     @property
     def names(self) -> list[str]:
@@ -92,6 +94,7 @@ def load_workload(
         device,
         tuple(notes),
         weights_digest(base),
+        current(),
     )
 
 

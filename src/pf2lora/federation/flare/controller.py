@@ -36,6 +36,7 @@ from pf2lora.federation.protocol.fetched import handed_out
 from pf2lora.federation.protocol.masked import ask
 from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.records import RoundRecord
 from pf2lora.federation.protocol.run_status import (
     SITES,
     Status,
@@ -44,7 +45,7 @@ from pf2lora.federation.protocol.run_status import (
     run_folder,
     write_status,
 )
-from pf2lora.federation.protocol.server import RoundRecord, ServerSession
+from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.stopping import QuorumMissed, early_stop
 from pf2lora.parsing import read_json
 from pf2lora.run.evaluation import evaluation_rounds

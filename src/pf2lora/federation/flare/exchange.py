@@ -18,12 +18,18 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from pf2lora.federation.flare.executor import BODY
+from pf2lora.federation.protocol.masked import Take
 from pf2lora.federation.protocol.messages import encode
 from pf2lora.federation.protocol.run_status import ALIVE, SITES
 
 PERIOD = 0.05  # seconds between looks at the tasks
 FRESH = 30.0  # seconds within which a connected site was heard of
 LOST = 90.0  # seconds after which one is not waited for: FLARE takes it for dead after 60
+
+
+def as_it_is(site: str, data: object) -> object:
+    """What is kept of an answer, where nobody says otherwise: all of it."""
+    return data
 
 
 class SiteMessages(Controller):
@@ -43,25 +49,42 @@ class SiteMessages(Controller):
     def current_round(self) -> int:
         """The round that is asked about."""
 
-    def exchange(self, name: str, requests: Mapping[str, bytes], timeout: float) -> dict[str, object]:
-        """Send every site its request; what came back within `timeout` seconds. Nobody waits for a site that was
-        started again meanwhile, whose request went with the process that it was, or is gone."""
-        answers: dict[str, object] = {}
+    def exchange(
+        self, name: str, requests: Mapping[str, bytes], /, timeout: float, take: Take = as_it_is
+    ) -> dict[str, object]:
+        """Send every site its request; what `take` makes of what came back within `timeout` seconds, one by one as it
+        arrives. Nobody waits for a site that was started again meanwhile, whose request went with the process that it
+        was, or is gone."""
+        answers, waiting, failed = dict[str, object](), set(requests), list[Exception]()
+
+        def deliver(site: str, data: object) -> None:
+            if site not in waiting:  # after the end
+                return
+            waiting.discard(site)
+            try:
+                answers[site] = take(site, data)
+            except (
+                Exception
+            ) as error:  # the server's own, a full disk: this is FLARE's thread, the run's must know
+                failed.append(error)
+
         tasks = [
-            self.post(name, site, data, math.ceil(timeout), partial(answers.__setitem__, site))
+            self.post(name, site, data, math.ceil(timeout), partial(deliver, site))
             for site, data in requests.items()
         ]
         until = time.monotonic() + timeout
         with self.changed:
             while time.monotonic() < until and not self.abort.triggered:
-                if all(s in answers or self.started_again(s) or self.silent(s) for s in requests):
+                if failed or all(self.started_again(s) or self.silent(s) for s in waiting):
                     break
                 self.changed.wait(timeout=min(0.5, max(0.01, until - time.monotonic())))
-            found = dict(answers)
+            waiting.clear()
         for task in tasks:
-            if task.completion_status is None and len(found) < len(requests):
+            if task.completion_status is None and len(answers) < len(requests):
                 self.cancel_task(task, fl_ctx=self.fl_ctx)
-        return found
+        if failed:
+            raise failed[0]
+        return answers
 
     def post(
         self, name: str, site: str, data: bytes, seconds: int, deliver: Callable[[object], None]
@@ -70,7 +93,10 @@ class SiteMessages(Controller):
         number = self.current_round()
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
-            answer = body(client_task.result, number)
+            answer, client_task.result = (
+                body(client_task.result, number),
+                None,
+            )  # FLARE would keep it to the end
             with self.changed:
                 self.bytes_received += len(answer) if isinstance(answer, bytes) else 0
                 deliver(answer)

@@ -27,11 +27,12 @@ from pf2lora.federation.flare.child import end_with
 from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.allow_list import ANSWERS, AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
-from pf2lora.federation.protocol.messages import DTYPES, Malformed, Message, dtype_named, encode
+from pf2lora.federation.protocol.messages import Malformed, Message, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import problem_fields
 from pf2lora.federation.protocol.run_status import Status, run_folder, write_status
 from pf2lora.federation.protocol.site import SiteSession
+from pf2lora.federation.protocol.wire import Wire
 
 BODY = "pf2lora"  # the only entry of a message
 ALLOW_LIST = "pf2lora.allow_list"  # where the executor leaves it for the filter
@@ -97,14 +98,10 @@ class SiteExecutor(Executor):
             folder = CheckpointFolder(site_setup.state_folder(self.plan, file), self.plan.name)
             folder.open()
             setup = site_setup.build(self.plan, file, site)
-            dtype = dtype_named(self.plan.wire)
-            allow_list = AllowList(
-                *(setup.method, setup.metrics, dtype),
-                private=setup.trial.schedule.privacy is not None,
-                masked=self.plan.masked,
-            )
+            wire = Wire.of(self.plan)
+            allow_list = AllowList(setup.method, setup.metrics, wire)
             fl_ctx.set_prop(ALLOW_LIST, allow_list, private=True, sticky=True)
-            self.session = SiteSession(setup, folder, self.plan.run.training.steps, dtype)
+            self.session = SiteSession(setup, folder, self.plan.run.training.steps, wire)
             known = approvals.digest(json.loads(self.plan.to_json()))
             audit.record(
                 kit_of(fl_ctx), "takes part", job=fl_ctx.get_job_id(), run=self.plan.name, plan=known
@@ -130,7 +127,7 @@ class AllowListFilter(Filter):
         headers = set(shareable.get(ReservedHeaderKey.HEADERS) or {})
         allow_list, kinds = fl_ctx.get_prop(ALLOW_LIST), ANSWERS
         if not isinstance(allow_list, AllowList):  # before the session is built only a problem can be told
-            allow_list, kinds = AllowList(None, (), DTYPES["float32"]), ("problem",)
+            allow_list, kinds = AllowList(None, (), Wire()), ("problem",)
         try:
             if extra or headers:
                 raise Malformed(f"the message carries {min(extra | headers)!r}, which is not declared")

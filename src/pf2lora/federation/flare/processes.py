@@ -34,6 +34,8 @@ STOP_TIMEOUT = 10.0  # seconds between asking a process to stop and making it
 ENGINE = {
     "NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5",  # a job's end does not wait 900 s for a site that is gone
     "MALLOC_ARENA_MAX": "2",  # else each of FLARE's threads keeps memory of its own for what it handled last
+    "MALLOC_MMAP_THRESHOLD_": str(8 << 20),  # x is given back when it is freed; else it stays, in pieces
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
 }
 
 

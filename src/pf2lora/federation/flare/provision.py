@@ -30,6 +30,20 @@ SILENCE = (
     20  # seconds without a byte after which a site asks once more: FLARE's 300 are lost when a link is cut
 )
 
+# A connection is given up when a ping was not answered: what TCP still holds it would send again only when a time as
+# long as the cut has passed. And a new one is tried every few seconds.
+PINGS = {
+    "grpc.keepalive_time_ms": 8000,
+    "grpc.keepalive_timeout_ms": 7000,
+    "grpc.keepalive_permit_without_calls": 1,
+    "grpc.http2.max_pings_without_data": 0,
+    "grpc.http2.min_recv_ping_interval_without_data_ms": 4000,
+    "grpc.min_reconnect_backoff_ms": 4000,
+    "grpc.max_reconnect_backoff_ms": 4000,
+    "grpc.max_send_message_length": -1,  # any
+    "grpc.max_receive_message_length": -1,
+}
+
 
 @dataclass(frozen=True)
 class Project:
@@ -231,6 +245,7 @@ def harden_everyone(kit: Path, view: str) -> None:
         "manage_job": "n:submitter",
         "download_job": "n:submitter",
     }
+    atomic.write_json(kit / "local" / "comm_config.json", {"grpc": {"options": list(PINGS.items())}})
     atomic.write_json(
         kit / "local" / "authorization.json",
         {

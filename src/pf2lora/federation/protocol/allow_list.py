@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any
 
-import torch
-
 from pf2lora.core.method import Method
 from pf2lora.federation.protocol import masked_fields
 from pf2lora.federation.protocol.messages import (
     Malformed,
     Message,
-    check_tensors,
     decode,
     describe,
     layout_from,
@@ -29,6 +26,7 @@ from pf2lora.federation.protocol.messages import (
 )
 from pf2lora.federation.protocol.policy import LIMITS
 from pf2lora.federation.protocol.problems import PROBLEMS
+from pf2lora.federation.protocol.wire import Wire
 
 DIGEST, VERSION = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9A-Za-z.+-]{1,40}")
 METRIC = re.compile(r"[A-Za-z0-9_@. -]{1,40}")
@@ -95,7 +93,14 @@ MEASURE_SERVED: Checks = {"measure_served": is_true, **TAKE_BACK}
 REQUESTS = {
     "hello": Declared(ROUND),
     "train": Declared(
-        ROUND, {**MEASURE_SERVED, "measure_before": is_true, "shares": masked_fields.is_sealed}, tensors=True
+        ROUND,
+        {
+            **MEASURE_SERVED,
+            "measure_before": is_true,
+            "shares": masked_fields.is_sealed,
+            "change_of": is_count,  # the checksum of what the tensors are a change of
+        },
+        tensors=True,
     ),
     "measure": Declared(ROUND, MEASURE_SERVED, tensors=True),
     "finish": Declared(ROUND, TAKE_BACK, tensors=True),
@@ -116,29 +121,20 @@ def read_request(data: object) -> Message:
 
 
 class AllowList:
-    """What a site sends: what the method declares to leave in a round, by names, shapes and dtype, counts, sums of
+    """What a site sends: what the method declares to leave in a round, by names, shapes and precision, counts, sums of
     declared metrics, and the sum of the validation loss.
 
     Without a `method` any possible description of an adapter may come in a hello, and no adapter. Without `metrics`
-    any name of a metric will do: the server does not know which the task has. In a `private` run an update and the
-    steps of its round leave, and no figure that rows were counted or measured for. In a `masked` run an update is of
-    whole numbers, and keys and shares of masks leave.
+    any name of a metric will do: the server does not know which the task has. In a private run (`wire`) an update and
+    the steps of its round leave, and no figure that rows were counted or measured for. In a masked run an update is
+    of whole numbers, and keys and shares of masks leave.
     """
 
-    def __init__(
-        self,
-        method: Method | None,
-        metrics: tuple[str, ...] | None,
-        dtype: torch.dtype,
-        *,
-        private: bool = False,
-        masked: bool = False,
-    ) -> None:
-        self.method, self.metrics, self.private, self.masked = method, metrics, private, masked
-        self.dtype = torch.int64 if masked else dtype
+    def __init__(self, method: Method | None, metrics: tuple[str, ...] | None, wire: Wire) -> None:
+        self.method, self.metrics, self.wire = method, metrics, wire
         self.entries = None if method is None else describe(method.layout)
         self.declared = self.answers()
-        if masked:
+        if wire.masked:
             own = masked_fields.ANSWERS.items()
             self.declared |= {kind: Declared({**ROUND, **fields}) for kind, fields in own}
 
@@ -149,9 +145,7 @@ class AllowList:
         if message.tensors:  # the method "local" sends none
             if self.method is None:
                 raise Malformed("an adapter before it was agreed what it looks like")
-            truncated = type(self.method).ranks_of is not Method.ranks_of
-            leaves = self.method.leaves(message.round)
-            check_tensors(leaves, message.tensors, self.dtype, truncated=truncated)
+            self.wire.check_update(self.method, message.round, message.tensors)
         return message
 
     def answers(self) -> dict[str, Declared]:
@@ -165,7 +159,7 @@ class AllowList:
             "engine": version,
             "version": version,
         }
-        if self.private:
+        if self.wire.private:
             return {
                 "hello": Declared({**ROUND, **hello}),
                 "update": Declared({**ROUND, "steps": is_positive}, tensors=True),

@@ -23,6 +23,7 @@ from torch import Tensor
 from pf2lora import atomic
 from pf2lora.core.method import State, Tree, over_tensors, tensors_of
 from pf2lora.errors import UserError
+from pf2lora.federation.protocol.wire import Memory
 from pf2lora.folder_lock import Busy, acquire
 from pf2lora.parsing import read_tensors
 
@@ -33,6 +34,7 @@ ASIDE, KEEP_NEWEST = (
     "aside",
     "keep-newest",
 )  # a folder of states of rounds that the server lost; a file that says go on
+SERVED, RESIDUAL = "served", "residual "  # names of tensors of `Memory`, the second with an entry's behind it
 STATE, BEST = "round", "best"  # the two kinds of file: the state after a round, the best model up to it
 
 
@@ -67,6 +69,7 @@ class Checkpoint(NamedTuple):
     state: State
     unpruned: Tensor | None = None  # x before it was sent, where the method prunes it then
     largest: float = 0.0  # the site's largest update so far (`UpdateLedger`)
+    wire: Memory = Memory()  # where changes travel in fewer bits
 
     @property
     def before(self) -> State:
@@ -102,6 +105,8 @@ class CheckpointFolder:
         """Keep the state after a round."""
         tensors = {str(i): t for i, t in enumerate(tensors_of(saved.state))}
         tensors |= {} if saved.unpruned is None else {"unpruned": saved.unpruned}
+        tensors |= {} if saved.wire.served is None else {SERVED: saved.wire.served.clone()}  # x may lie in it
+        tensors |= {RESIDUAL + name: rest for name, rest in saved.wire.residual.items()}
         self.write(STATE, saved.round, tensors, {"steps": str(saved.steps), "largest": saved.largest.hex()})
 
     def newest_before(self, number: int, initial: State, steps: int = 0) -> Checkpoint:
@@ -161,7 +166,8 @@ class CheckpointFolder:
             raise StateFolderError(
                 f"the state {path} is damaged: its largest update is none", "state"
             ) from None
-        return Checkpoint(number, int(steps), state, unpruned, largest)
+        residual = {n.removeprefix(RESIDUAL): t for n, t in tensors.items() if n.startswith(RESIDUAL)}
+        return Checkpoint(number, int(steps), state, unpruned, largest, Memory(tensors.get(SERVED), residual))
 
     def take_back(self, saved: Checkpoint, initial: State) -> Checkpoint:
         """A round undone, whose update the server refused: the state is that of the round before. The batches were

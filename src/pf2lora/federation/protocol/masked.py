@@ -10,8 +10,9 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from pf2lora.errors import UserError
 from pf2lora.federation.protocol import approvals, private, ring
 from pf2lora.federation.protocol.checkpoints import StateFolderError, writing
 from pf2lora.federation.protocol.identity import KitIdentity
-from pf2lora.federation.protocol.messages import Malformed, Message, encode, to_flat
+from pf2lora.federation.protocol.messages import Malformed, Message, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import Policy
 from pf2lora.federation.protocol.secure_sum import (
@@ -40,8 +41,16 @@ if TYPE_CHECKING:
     from pf2lora.federation.protocol.server import ServerSession
 
 SUMMED = "summed-round"
-Exchange = Callable[[str, Mapping[str, bytes]], Mapping[str, object]]
-"""Sends every site its request, under a name for the step; what came back in time."""
+Take = Callable[[str, object], object]
+"""What is kept of a site's answer, read when it arrives."""
+
+
+class Exchange(Protocol):
+    """Sends every site its request, under a name for the step; what came back in time, or what `take` made of it."""
+
+    def __call__(
+        self, name: str, requests: Mapping[str, bytes], /, *, take: Take = ...
+    ) -> Mapping[str, object]: ...
 
 
 def context(plan: Plan, number: int) -> bytes:
@@ -140,7 +149,7 @@ def ask(
 ) -> tuple[dict[str, object], Summed | None]:
     """The answers to the next round's requests, and in a masked run the sum of the updates in them."""
     if not session.plan.masked:
-        return dict(exchange("round", session.requests(list(present), measured))), None
+        return dict(exchange("round", session.requests(list(present), measured), take=session.arrived)), None
     number = session.done + 1
     server = ServerSum(context(session.plan, number), session.known_method.leaves(number).size)
     taking_part = [site for site in present if site in session.chosen(number)]
@@ -180,11 +189,7 @@ def ask(
     }
     requests = session.requests(list(present), measured, sealed)
     asked = {s: data for s, data in requests.items() if s in sealed or s not in taking_part}
-    answers |= exchange("round", asked)
-    leaves = session.known_method.leaves(number)
-    for site, message in session.read(answers, number)[0].items():
-        if message.kind == "update" and site in sealed:
-            server.add(site, to_flat(leaves, message.tensors, server.total.dtype))
+    answers |= exchange("round", asked, take=partial(session.arrived, keep=server.add))
     answered = list(server.answered)
     step(
         "unmask",

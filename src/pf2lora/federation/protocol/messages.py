@@ -17,11 +17,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from pf2lora.core.layout import Entry, Layout
-from pf2lora.errors import UserError
 from pf2lora.parsing import parse_json, refuse
 
 FIELDS = "pf2lora"  # the header's only metadata key
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LARGEST = 2**32  # numbers in a common adapter
 LONGEST = 200  # characters of a tensor's name, or of an error that quotes foreign bytes
 
@@ -120,9 +118,13 @@ def rank_of(layout: Layout, tensors: Mapping[str, Tensor]) -> int | None:
 
 
 def check_tensors(
-    layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, truncated: bool = True
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    truncated: bool = True,
 ) -> None:
-    """`Malformed` unless these are exactly the entries of `layout`, in their shapes and in `dtype`; all of them may be
+    """`Malformed` unless these are exactly the entries of `layout`, in their shapes and `dtypes`; all of them may be
     `truncated` to one rank where the method does that."""
     expected = layout.by_name
     for name in tensors:
@@ -138,8 +140,8 @@ def check_tensors(
         found, shape = tensors[name], entry.truncated(rank)
         if tuple(found.shape) != shape:
             raise Malformed(f"the tensor {name!r} has shape {tuple(found.shape)}, not {shape}")
-        if found.dtype != dtype:
-            raise Malformed(f"the tensor {name!r} is {found.dtype}, not {dtype}")
+        if found.dtype != dtypes[name]:
+            raise Malformed(f"the tensor {name!r} is {found.dtype}, not {dtypes[name]}")
 
 
 def short_name(name: str) -> str:
@@ -179,10 +181,3 @@ def entry_from(described: Any) -> Entry:
             if sizes_fit and dimensions_fit and len(module) + len(parameter) <= LONGEST:
                 return Entry(module, kind, tuple(shape), parameter)
     raise Malformed(f"the description of the common adapter has an impossible entry {short(described)}")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype in which the common adapter travels, by the name that a plan gives it."""
-    if name not in DTYPES:
-        raise UserError(f"wire is {name!r}; the common adapter travels as {' or '.join(DTYPES)}")
-    return DTYPES[name]

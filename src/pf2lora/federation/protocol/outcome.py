@@ -164,12 +164,16 @@ def sent_bytes(plan: Plan, session: ServerSession) -> SentBytes:
     """What a site sends up in a round, the mean over rounds and sites, from the ranks of their last updates."""
     if session.common is None:
         return SentBytes(0, 0)
-    size, method = session.allow_list(None).dtype.itemsize, session.known_method
-    sent = [e for number in range(1, session.done + 1) for e in method.leaves(number).entries]
-    ranks = [session.ranks.get(site) for site in plan.sites]
-    each = [sum(e.truncated_size(rank) for e in sent if e.kind != "head") for rank in ranks]
-    head = sum(e.size for e in sent if e.kind == "head")
-    return SentBytes(size * sum(each) / len(each) / session.done, size * head / session.done)
+    method, wire = session.known_method, session.wire
+    head, adapter = 0.0, 0.0
+    for number in range(1, session.done + 1):
+        changes = wire.changes(method, number)
+        for e in method.leaves(number).entries:
+            ranks = [session.ranks.get(site) for site in plan.sites]
+            each = [wire.size(e.truncated_size(rank), change=e.name in changes) for rank in ranks]
+            mean = sum(each) / len(each) / session.done
+            head, adapter = (head + mean, adapter) if e.kind == "head" else (head, adapter + mean)
+    return SentBytes(adapter, head)
 
 
 def left_out(session: ServerSession, clients: Mapping[str, str]) -> list[str]:

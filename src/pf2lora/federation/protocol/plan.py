@@ -17,6 +17,7 @@ from pf2lora.run.decode import decode
 from pf2lora.settings import column_settings
 
 MERGES = ("mean", "median", "trimmed")
+WIRES = ("float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Plan:
         check_sites(self.sites)
         if not self.sites:
             raise UserError("a federation needs at least one site")
-        if self.wire not in ("float32", "bfloat16"):
-            raise UserError(f"wire is {self.wire!r}; the common adapter travels as float32 or bfloat16")
+        if self.wire not in WIRES:
+            raise UserError(f"wire is {self.wire!r}; the common adapter travels as {' or '.join(WIRES)}")
         if not self.deadline > 0:
             raise UserError(f"deadline is {self.deadline}; it is a round's time in seconds, above 0")
         if not self.final_deadline > 0:
@@ -131,6 +132,11 @@ class Plan:
     def run(self) -> Config:
         """The run's settings, checked."""
         return from_dict(self.config, "the federation's run")
+
+    @property
+    def private(self) -> bool:
+        """Whether noise protects what leaves a site."""
+        return self.run.privacy.on and METHODS[self.method].federated
 
     def needed(self, asked: int) -> int:
         """How many of `asked` sites must answer for a round to count."""

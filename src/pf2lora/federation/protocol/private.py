@@ -3,11 +3,14 @@ and the server, who need not know it, can cut each update again and count a site
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from pf2lora.core.method import Method, State, Updates
-from pf2lora.core.privacy import Mechanism
+from pf2lora.core.privacy import Mechanism, shortening
+from pf2lora.federation.protocol.rows import Rows
 
 
 def absolute(method: Method, initial: State, answer: Tensor, number: int) -> Tensor:
@@ -25,15 +28,21 @@ def noisy(
     how: Mechanism,
     method: Method,
     before: Tensor | None,
-    updates: Tensor,
+    total: Tensor,
     expected: int,
     seed: int,
     number: int,
 ) -> Updates:
-    """What the method gets to merge after round `number`: one row, the last answer's part that the round's `updates (K,
-    n)` move and their noisy mean."""
-    mean = how.mean_update(updates, expected, seed, number)
+    """What the method gets to merge after round `number`: one row, the last answer's part that the round's updates
+    move and their noisy mean. `total (n,)` is their sum, each of them cut."""
+    mean = how.released(total, expected, seed, number)
     return one_row(last_answer(method, before, number) + mean, number)
+
+
+def cut_sum(how: Mechanism, rows: Rows, sites: Sequence[str]) -> Tensor:
+    """The sum of what sites sent `(n,)`, in float64, each cut to the clip; they are finite."""
+    factors = torch.cat([shortening(rows.part([site]).double(), how.clip) for site in sites])
+    return rows.merged(sites, lambda block: (block.double() * factors).sum(0))
 
 
 def last_answer(method: Method, before: Tensor | None, number: int) -> Tensor:

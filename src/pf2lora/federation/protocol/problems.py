@@ -25,13 +25,14 @@ PROBLEMS = {
     "policy": "its own policy.toml does not allow the run",
     "masks": "it refused the round's masks or has lost them",
     "summed": "it has given its shares of this round already",
+    "base": "it does not hold what the server sent a change of; it gets all of it next",
     "message": "it cannot use the server's message; is the same version of pf2lora installed there?",
     "refused": "its own allow-list refused the message: nothing was sent",
     "failed": "it failed",
 }
 """Each code with what it means to the others."""
 
-OF_A_ROUND = ("loss", "update", "masks", "summed", "refused")
+OF_A_ROUND = ("loss", "update", "masks", "summed", "base", "refused")
 """Problems of one round: the site is left out of it and takes part in the next. With others it has stopped."""
 
 

@@ -18,6 +18,7 @@ from pf2lora.parsing import BadJSON, parse_json, read_tensors
 from pf2lora.run.decode import decode
 
 KEPT = "kept."  # what the names of the method's own tensors begin with
+COMMON, HELD = "common", "held"
 FILES = "round-*.safetensors"
 
 
@@ -32,11 +33,14 @@ class Knowledge:
     time: float
 
 
-def write(folder: Path, knowledge: Knowledge, common: Tensor | None, kept: list[Tensor]) -> None:
+def write(
+    folder: Path, knowledge: Knowledge, common: Tensor | None, kept: list[Tensor], held: Tensor | None = None
+) -> None:
     """All or nothing; the file of the round before stays until the next one is whole."""
     # Copies: what a server keeps may share memory with its answer.
     tensors = {f"{KEPT}{i}": tensor.clone() for i, tensor in enumerate(kept)}
-    tensors |= {"common": common} if common is not None else {}
+    tensors |= {COMMON: common} if common is not None else {}
+    tensors |= {HELD: held} if held is not None else {}
     with writing(folder):
         path = folder / f"round-{knowledge.done:06d}.safetensors"
         atomic.write_bytes(path, save(tensors, metadata={"server": json.dumps(asdict(knowledge))}))
@@ -49,16 +53,16 @@ def newest(folder: Path) -> Path | None:
     return max(folder.glob(FILES), default=None)
 
 
-def read(path: Path) -> tuple[Knowledge, Tensor | None, list[Tensor]]:
-    """What `write` wrote: knowledge, the common adapter, the method's own tensors."""
+def read(path: Path) -> tuple[Knowledge, Tensor | None, list[Tensor], Tensor | None]:
+    """What `write` wrote: knowledge, the common adapter, the method's own tensors, what sites hold of it."""
     tensors, header = read_tensors(path)
-    common = tensors.pop("common", None)
+    common, held = tensors.pop(COMMON, None), tensors.pop(HELD, None)
     try:
         knowledge = decode(Knowledge, parse_json(header["server"]), str(path))
         kept = [tensors[f"{KEPT}{i}"] for i in range(len(tensors))]
     except (BadJSON, KeyError, UserError) as error:
         raise damaged(path, error) from None
-    return knowledge, common, kept
+    return knowledge, common, kept, held
 
 
 def damaged(path: Path, error: Exception) -> UserError:

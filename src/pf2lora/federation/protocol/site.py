@@ -18,7 +18,6 @@ from pf2lora.federation.protocol.checkpoints import Checkpoint, CheckpointFolder
 from pf2lora.federation.protocol.messages import (
     Malformed,
     Message,
-    check_tensors,
     encode,
     to_flat,
     to_tensors,
@@ -27,22 +26,28 @@ from pf2lora.federation.protocol.ring import TooLarge
 from pf2lora.federation.protocol.secure_sum import AlreadySummed, LostKeys, Refused
 from pf2lora.federation.protocol.site_models import SiteModels
 from pf2lora.federation.protocol.site_setup import SiteSetup
+from pf2lora.federation.protocol.wire import Memory, Wire, checksum, moved
 from pf2lora.run.evaluation import finite
 from pf2lora.run.validation import sampled_judge
 
 logger = logging.getLogger("pf2lora")
 
 
+class NotHeld(Exception):
+    """The server sent a change of something that is not here."""
+
+
 class SiteSession:
     """Answers the server's messages: `hello`, `train`, `measure` and `finish`."""
 
-    def __init__(self, setup: SiteSetup, folder: CheckpointFolder, steps: int, dtype: torch.dtype) -> None:
-        self.setup, self.folder, self.steps, self.dtype = setup, folder, steps, dtype
+    def __init__(self, setup: SiteSetup, folder: CheckpointFolder, steps: int, wire: Wire) -> None:
+        self.setup, self.folder, self.steps, self.wire = setup, folder, steps, wire
         self.models = SiteModels(setup.trial, folder)
         config = setup.trial.workload.config
         self.stepper = make_stepper(setup.trial.F, setup.initial.x.device, graphs=config.model.graphs)
         self.privacy = setup.trial.schedule.privacy
         self.latest: Checkpoint | None = None  # the newest state on disk, to spare a read
+        self.served: torch.Tensor | None = None  # the server's answer that came last (n,)
         self.loss: float | None = None  # of the last round's steps, for the site itself
 
     def answer(self, request: Message) -> bytes:
@@ -56,9 +61,17 @@ class SiteSession:
             return encode(
                 {"kind": kind, "round": number} | {k: v for k, v in self.setup.facts.items() if k not in kept}
             )
+        change_of = request.fields.get("change_of")
         if request.tensors:
-            check_tensors(self.setup.method.arrives(number - 1), request.tensors, self.dtype)
-        state, saved = self.received(number, request.tensors, request.fields.get("take_back"))
+            arrives = self.setup.method.arrives(number - 1)
+            self.wire.check_answer(arrives, request.tensors, change=change_of is not None)
+        try:
+            state, saved = self.received(
+                number, request.tensors, request.fields.get("take_back"), change_of=change_of
+            )
+        except NotHeld:
+            logger.warning("%r sits round %d out: it gets all of x next", self.setup.client, number)
+            return encode({"kind": "problem", "round": number, "code": "base"})
         if kind == "train":
             return self.train(number, state, saved, request.fields)
         look = self.models.deploy if kind == "finish" else self.models.served
@@ -70,19 +83,31 @@ class SiteSession:
         return encode({"kind": "scores", "round": number} | self.setup.policy.leaving(found))
 
     def received(
-        self, number: int, tensors: dict[str, torch.Tensor], take_back: int | None = None
+        self,
+        number: int,
+        tensors: dict[str, torch.Tensor],
+        take_back: int | None = None,
+        *,
+        change_of: int | None = None,
     ) -> tuple[State, Checkpoint]:
         """The state round `number` begins with: the site's own of its last round, with the server's answer to the round
-        before in it. The server may have refused what the site sent last, in round `take_back`."""
-        saved = self.latest
+        before in it. The server may have refused what the site sent last, in round `take_back`. The answer may be a
+        change of what the site was served in its last round, by its checksum `change_of`; `NotHeld` if it has none."""
+        self.served, saved = None, self.latest
         if saved is None or saved.round >= number:
             saved = self.folder.newest_before(number, self.setup.initial, self.steps)
         if saved.round == take_back:
             saved = self.latest = self.folder.take_back(saved, self.setup.initial)
         if not tensors:  # before the first average, or a method that sends nothing
             return saved.state, saved
-        method = self.setup.method
-        answer = to_flat(method.arrives(number - 1), tensors).to(saved.state.x)
+        method, held = self.setup.method, saved.wire.served
+        if change_of is None:
+            self.served = to_flat(method.arrives(number - 1), tensors)
+        elif held is None or checksum(held) != change_of:
+            raise NotHeld
+        else:
+            self.served = moved(method.arrives(number - 1), held, tensors)
+        answer = self.served.to(saved.state.x)
         if self.privacy:
             answer = private.absolute(method, self.setup.initial, answer, number - 1)
         return method.receive(saved.state, answer, number - 1), saved
@@ -123,24 +148,35 @@ class SiteSession:
             _, unmoved = method.send(began, number)
             leaves = clipped(leaves.double() - unmoved.double(), self.privacy.clip).to(leaves)
         unpruned = None if stays.x is state.x else state.x
-        self.latest = Checkpoint(number, saved.steps + self.steps, stays, unpruned, ledger.largest[0])
-        self.folder.save(self.latest)
-        return self.update(answer, stays, leaves, fields)
+        kept = Checkpoint(number, saved.steps + self.steps, stays, unpruned, ledger.largest[0])
+        return self.update(answer, kept, leaves, saved.wire, fields)
 
     def update(
-        self, answer: dict[str, Any], stays: State, leaves: torch.Tensor, fields: dict[str, Any]
+        self,
+        answer: dict[str, Any],
+        kept: Checkpoint,
+        leaves: torch.Tensor,
+        before: Memory,
+        fields: dict[str, Any],
     ) -> bytes:
-        """The message with what leaves; `fields` are the request's."""
-        tensors = {}
-        if leaves.numel():
-            method, number, numbers, dtype = self.setup.method, answer["round"], leaves[0], self.dtype
-            (rank,) = method.ranks_of(stays)  # only that part of the common adapter leaves
-            if self.setup.masks is not None:
-                try:
-                    numbers, dtype = self.masked(numbers, fields), torch.int64
-                except (Refused, LostKeys, TooLarge) as error:
-                    return self.masks_problem(number, error)
-            tensors = to_tensors(method.leaves(number), numbers, rank, dtype)
+        """The message with what leaves, once what is `kept` is on disk; `fields` are the request's, and `before` is
+        what the round before left over."""
+        method, number, tensors = self.setup.method, answer["round"], dict[str, torch.Tensor]()
+        (rank,) = method.ranks_of(kept.state)  # only that part of the common adapter leaves
+        if leaves.numel() and self.setup.masks is None:
+            served = {}
+            if self.served is not None:
+                served = to_tensors(method.arrives(number - 1), self.served, None, torch.float32)
+            tensors, left = self.wire.update(method, number, leaves[0].cpu(), rank, served, before.residual)
+            kept = kept if self.wire.exact else kept._replace(wire=Memory(self.served, left))
+        self.latest = kept
+        self.folder.save(kept)
+        if leaves.numel() and self.setup.masks is not None:
+            try:
+                numbers = self.masked(leaves[0], fields)
+            except (Refused, LostKeys, TooLarge) as error:
+                return self.masks_problem(number, error)
+            tensors, _ = self.wire.update(method, number, numbers, rank, {}, {})
         return encode(answer, tensors)
 
     def masked(self, numbers: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor:
@@ -177,15 +213,14 @@ class SiteSession:
         move on. The server is told the kind of problem, by whether the `figures` are finite; the log says more."""
         number = fields["round"]
         logger.warning("%r sits round %d out: %s; %s", self.setup.client, number, reason, REMEDY)
-        self.latest = saved._replace(
-            round=number, steps=saved.steps + self.steps, state=received, unpruned=None
-        )
-        self.folder.save(self.latest)
+        kept = saved._replace(round=number, steps=saved.steps + self.steps, state=received, unpruned=None)
         if (
             self.privacy
         ):  # that it went wrong is a figure of its rows, too: it counts as zero, and nobody is told
             leaves = torch.zeros_like(self.setup.method.send(received, number)[1])
             answer = {"kind": "update", "round": number, "steps": self.steps}
-            return self.update(answer, received, leaves, fields)
+            return self.update(answer, kept, leaves, saved.wire, fields)
+        self.latest = kept
+        self.folder.save(kept)
         code = "update" if bool(torch.isfinite(figures).all()) else "loss"
         return encode({"kind": "problem", "round": number, "code": code})

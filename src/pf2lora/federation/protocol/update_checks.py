@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from pf2lora.errors import UserError
-from pf2lora.federation.protocol.messages import to_flat
+from pf2lora.federation.protocol.rows import Rows
+from pf2lora.federation.protocol.wire import fitted
 
 if TYPE_CHECKING:
-    from pf2lora.federation.protocol.server import ServerSession
+    from pf2lora.federation.protocol.serving import Serving
 
 FEWEST = 3  # updates: of two, nobody can say which is the odd one
 AGREE, AGAINST = 0.5, -0.5  # cosines: from here on others agree; up to here one goes against them
 HEAVIEST = 10  # medians of the sites' rows, beyond which no site weighs more
-COLUMNS = 1 << 20  # numbers that are looked at together, which bounds memory
 
 
 @dataclass(frozen=True)
@@ -36,28 +36,30 @@ class Figures:
     cosines: Tensor
 
 
-def odd_updates(vectors: Mapping[str, Tensor], begun: Mapping[str, Tensor], times: float) -> dict[str, str]:
-    """Sites whose update is not taken, with the reason. `begun` is what each was served `(n,)`, nan where the server
-    does not know it."""
-    if len(vectors) < FEWEST:
+def odd_updates(rows: Rows, begun: Mapping[str, Tensor], times: float) -> dict[str, str]:
+    """Sites whose update is not taken, with the reason. `begun` is what each of them was served `(n,)`, nan where the
+    server does not know it."""
+    if len(begun) < FEWEST:
         return {}
-    figures = figures_of(list(vectors.values()), [begun[site] for site in vectors])
-    found = {site: odd_one(figures, k, times) for k, site in enumerate(vectors)}
+    figures = figures_of(rows, begun)
+    found = {site: odd_one(figures, k, times) for k, site in enumerate(begun)}
     return {site: why for site, why in found.items() if why}
 
 
-def figures_of(vectors: list[Tensor], begun: list[Tensor]) -> Figures:
+def figures_of(sent_rows: Rows, begun: Mapping[str, Tensor]) -> Figures:
     """The figures, in float64. Where a beginning is not known, the median of what was sent stands for it."""
-    count = len(vectors)
+    count = len(begun)
     sent, start = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     products = torch.zeros(count, count, dtype=torch.float64)
-    for at in range(0, len(vectors[0]), COLUMNS):
-        rows = torch.stack([v[at : at + COLUMNS].double() for v in vectors])
-        had = torch.stack([v[at : at + COLUMNS].double() for v in begun])
-        had = torch.where(had.isnan(), rows.median(0).values, had)
+    for columns, block in sent_rows.blocks(begun):
+        rows = block.double()
+        had = torch.stack([served[columns] for served in begun.values()]).double()
+        if bool(had.isnan().any()):
+            had = torch.where(had.isnan(), rows.median(0).values, had)
         sent += rows.square().sum(1)
         start += had.square().sum(1)
-        products += (rows - had) @ (rows - had).T
+        rows -= had
+        products += rows @ rows.T
     changes = products.diagonal().clamp_min(0).sqrt()
     cosines = products / (changes[:, None] * changes[None]).clamp_min(torch.finfo(torch.float64).tiny)
     return Figures(sent.sqrt(), start.sqrt(), changes, cosines)
@@ -91,23 +93,21 @@ def direction(cosines: Tensor, k: int, others: list[int]) -> float:
     return float(cosines[k, others].sum()) / length if length else 0.0
 
 
-def starts(session: ServerSession, sites: Iterable[str]) -> dict[str, Tensor]:
+def starts(session: Serving, sites: Iterable[str]) -> dict[str, Tensor]:
     """What each of the sites began the server's next round with, as it lays out what it sends; nan where the server
     does not know it. Sites that were served the same share it."""
-    leaves = session.known_method.leaves(session.done + 1)
-    last = session.known_method.arrives(max(1, session.done))
-    alike = session.common is None or (session.common.dim() == 1 and not any(session.ranks.values()))
-    found: dict[str, Tensor] = {}
+    leaves, found, shared = session.known_method.leaves(session.done + 1), dict[str, Tensor](), None
     for site in sites:
-        if alike and found:
-            found[site] = next(iter(found.values()))
+        if shared is not None and not session.apart(site):
+            found[site] = shared
             continue
         served = session.common_for(site)
-        had, found[site] = to_flat(last, served), torch.full((leaves.size,), torch.nan)
+        found[site] = torch.full((leaves.size,), torch.nan)
         for entry in leaves.entries:
             if entry.name in served:
-                to, at = leaves.offsets[entry.name], last.offsets[entry.name]
-                found[site][to : to + entry.size] = had[at : at + entry.size]
+                at, like = leaves.offsets[entry.name], torch.empty(entry.shape)
+                found[site][at : at + entry.size] = fitted(served[entry.name], like).flatten()
+        shared = shared if session.apart(site) else found[site]
     return found
 
 
