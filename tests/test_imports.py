@@ -85,6 +85,23 @@ def test_packages_stay_in_their_rooms(package: str) -> None:
                 assert not place.startswith(("core/", "methods/", "data/")), place
 
 
+def test_flare_is_at_arms_length() -> None:
+    """One package names it. The command line calls that package by a few modules, which load it when they need it; the
+    protocol does not know that there is one."""
+    fronts = {"admin", "doctor", "keys", "processes", "provision", "rehearse"}
+    for path in FILES:
+        place, text = path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf8")
+        if place.startswith("federation/flare/"):
+            if path.stem in fronts:
+                assert not re.search(r"^(?:from|import) nvflare\b", text, flags=re.MULTILINE), place
+            continue
+        assert place == "federation/__init__.py" or not re.search(r"\bnvflare\b", text), (
+            f"{place} names FLARE"
+        )
+        called = re.findall(r"federation\.flare(?:\.| import )(\w+)", text)
+        assert not called or (place.startswith("cli/") and fronts.issuperset(called)), f"{place}: {called}"
+
+
 def test_methods_are_named_in_one_place() -> None:
     """No `name == "hetlora"` and no isinstance of a method outside its own file."""
     classes = {METHODS[name].__name__ for name in METHODS} | {"Bilevel", "Ranked"}

@@ -22,6 +22,7 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 from pf2lora import federation
 from pf2lora.cli.federation import app
 from pf2lora.errors import UserError
+from pf2lora.federation.flare import admin
 from pf2lora.federation.flare.admin import session, write_job
 from pf2lora.federation.flare.processes import check_port, open_kit, start
 from pf2lora.federation.flare.provision import Project, provision, read_project
@@ -142,6 +143,40 @@ def test_an_expired_certificate_is_named(tmp_path: Path) -> None:
     expire(kits["clinic-a"] / "startup")
     with pytest.raises(UserError, match=r"the certificate of clinic-a \(client.crt\) expired on 20\d\d-"):
         open_kit(kits["clinic-a"])
+
+
+def test_a_lead_hears_of_its_own_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nvflare.fuel.flare_api import api_spec, flare_api
+
+    def nobody(*args: object, **more: object) -> None:
+        raise api_spec.NoConnection
+
+    monkeypatch.setattr(flare_api, "new_secure_session", nobody)
+    lead = provision(Project("trial", "localhost", ("clinic-a",)), tmp_path / "kits")["lead@pf2lora.local"]
+    with pytest.raises(UserError, match="no server answers"), session(lead):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(admin, "days_left", lambda kit: 29)
+    with pytest.raises(UserError, match="no server answers"), session(lead):
+        pass
+    assert "the certificate of lead@pf2lora.local ends in 29 days: renew it" in capsys.readouterr().err
+    monkeypatch.undo()
+    expire(lead / "startup")
+    with (
+        pytest.raises(UserError, match=r"the certificate of lead@pf2lora.local .* expired on"),
+        session(lead),
+    ):
+        pass
+
+
+def test_provision_says_what_it_means(tmp_path: Path) -> None:
+    (tmp_path / "project.toml").write_text('name = "t"\nhost = "localhost"\nsites = ["a"]')
+    done = CliRunner().invoke(
+        app, ["provision", str(tmp_path / "project.toml"), "--out", str(tmp_path / "kits")]
+    )
+    assert "whoever was here can be any site: between organisations use `authority`" in done.stdout
 
 
 def expire(folder: Path) -> None:

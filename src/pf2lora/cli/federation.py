@@ -160,7 +160,10 @@ def provision(
     project: Annotated[Path, typer.Argument(help="project.toml: name, host, port, sites.")],
     out: Annotated[Path, typer.Option("--out", help="A new folder for the kits.", **WRITTEN)] = Path("kits"),
 ) -> None:
-    """Make a start-up kit for the server, every site and the lead."""
+    """Make everybody's kits and keys in one place: for rehearsals, or where one organisation has all machines.
+
+    Who runs this can be any site. Otherwise each key is made where it lives: `authority`, `request`, `sign`, `kit`.
+    """
     from pf2lora.federation.flare.provision import provision as make
     from pf2lora.federation.flare.provision import read_project
 
@@ -168,6 +171,10 @@ def provision(
     for name, folder in made.items():
         typer.echo(f"{name}: {folder}")
     typer.echo(f"the authority's key is in {out / 'authority'}: keep it where no participant can read it")
+    typer.echo(
+        "all private keys were made here, so whoever was here can be any site: between organisations use `authority`, "
+        "`request`, `sign` and `kit` instead"
+    )
 
 
 @configured

@@ -10,17 +10,18 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pf2lora.errors import UserError, missing_extra
 
-ENGINE = "2.9."  # FLARE's interfaces move with its minor version
+ENGINE_NAME, ENGINE = "nvflare", "2.9."  # FLARE's interfaces move with its minor version
 
 
 def require_nvflare() -> str:
     """The version of the installed engine, or one line that says how to get the one that fits."""
     try:
-        found = version("nvflare")
+        found = version(ENGINE_NAME)
     except PackageNotFoundError:
-        raise missing_extra("nvflare", "federation", "a federation") from None
+        raise missing_extra(ENGINE_NAME, "federation", "a federation") from None
     if not found.startswith(ENGINE):
         raise UserError(
-            f"nvflare {found} is installed, but pf2lora's federation needs {ENGINE}x: pip install 'pf2lora[federation]'"
+            f"{ENGINE_NAME} {found} is installed, but pf2lora's federation needs {ENGINE}x: "
+            f"pip install 'pf2lora[federation]'"
         )
     return found

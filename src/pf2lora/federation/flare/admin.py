@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 from pf2lora import atomic
 from pf2lora.errors import UserError
 from pf2lora.federation import require_nvflare
+from pf2lora.federation.flare.processes import EXPIRING, Kit, days_left
 from pf2lora.federation.flare.provision import SCOPE, SERVER_CLASSES, SITE_CLASSES
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.run_status import UNFINISHED
@@ -67,6 +69,10 @@ def session(kit: Path) -> Iterator[Any]:
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
     settings = json.loads(file.read_text())["admin"]
+    left = days_left(Kit(kit, settings["username"], False, {}))  # refuses what has ended
+    if left < EXPIRING:
+        line = f"the certificate of {settings['username']} ends in {left} days: renew it (docs/federation.md)"
+        print(line, file=sys.stderr, flush=True)
     where = f"{settings['host']}:{settings['port']}"
     chatter = StringIO()
     found = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from pf2lora import atomic
 from pf2lora.errors import UserError
+from pf2lora.federation import ENGINE_NAME
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.plan import Plan
@@ -41,7 +42,7 @@ def check_fits(site: str, facts: Mapping[str, Any], other: str, theirs: Mapping[
         )
     if facts["engine"] != theirs["engine"]:
         raise DoesNotFit(
-            f"{site} runs nvflare {facts['engine']}, {other} {theirs['engine']}: install the same version"
+            f"{site} runs {ENGINE_NAME} {facts['engine']}, {other} {theirs['engine']}: install the same version"
         )
     if facts["model"] != theirs["model"]:
         raise DoesNotFit(
