@@ -57,6 +57,21 @@ def test_every_method_is_the_local_engine_to_the_last_bit(tmp_path: Path, task: 
     assert torch.equal(found, world.local_common())
 
 
+def test_packed_conversations_are_the_local_engine_to_the_last_bit(tmp_path: Path) -> None:
+    """Each site writes them down in its own way; a site of conversations in a run of prompts says what is wrong."""
+    world = make_world(tmp_path / "chat", "generation", chat=True, packing=True)
+    world.small.greet()
+    while not world.small.coordinator.over:
+        world.small.round()
+    found = world.small.coordinator.common
+    assert found is not None and found.norm() > 0.01
+    assert torch.equal(found, world.local_common())
+    plain = Plan.of(world.plan.run, "plain", NAMES, ())
+    config, _ = site_config(plain, world.small.files[NAMES[0]])
+    with pytest.raises(UnknownLabel, match="has conversations, but the run knows only prompts"):
+        load_client(config, plain, NAMES[0])
+
+
 @pytest.mark.parametrize("task", TASKS[1:])
 def test_sizes_scores_and_choices_are_the_local_runs(tmp_path: Path, task: str) -> None:
     world = make_world(tmp_path, task, rounds=3, client_lr="auto", evaluate_every=1, lr=0.03)

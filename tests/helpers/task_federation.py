@@ -10,7 +10,7 @@ from typing import Any
 
 from small_federation import Small, make_small, settings, write_data, write_model, write_policy
 from small_federation import make_plan as make_classification_plan
-from tiny_tasks import write_generation_task, write_question_task
+from tiny_tasks import write_chat_task, write_generation_task, write_question_task
 from torch import Tensor
 
 from pf2lora.engines.local import train
@@ -55,9 +55,16 @@ class World:
 
 
 def make_world(
-    root: Path, task: str, method: str = "pf2lora", names: Sequence[str] = NAMES, **changes: Any
+    root: Path,
+    task: str,
+    method: str = "pf2lora",
+    names: Sequence[str] = NAMES,
+    *,
+    chat: bool = False,
+    **changes: Any,
 ) -> World:
-    """A federation of `task`; `changes` are the run's settings. A client is trained at a time, as at a site."""
+    """A federation of `task`, or of conversations (`chat`); `changes` are the run's settings. A client is trained at a
+    time, as at a site."""
     changes = {"clients_per_pass": 1} | changes
     if task == "classification":
         plan = make_classification_plan(method, tuple(names), config=changes)
@@ -67,9 +74,9 @@ def make_world(
         write_model(root / "model")
         write_data(root, tuple(names))
         return World(root, plan, root / "model", data, make_small(root, plan))
-    model, files = WRITERS[task](root, names)
+    model, files = (write_chat_task if chat else WRITERS[task])(root, names)
     config = from_settings(settings(**changes) | LENGTHS[task] | {"task": task, "method": [method]})
-    plan = Plan.of(config, "trial", tuple(names), LABELS[task])
+    plan = Plan.of(config, "trial", tuple(names), ("chat",) if chat else LABELS[task])
     sites = {}
     for name, file in zip(names, files):
         sites[name] = root / "sites" / name / "site.toml"

@@ -75,6 +75,27 @@ def write_generation_task(folder: Path, names: Sequence[str]) -> tuple[Path, lis
     return saved(model, tokenizer, folder / "model"), files
 
 
+def write_chat_task(folder: Path, names: Sequence[str]) -> tuple[Path, list[Path]]:
+    """The same restaurants in conversation: ShareGPT's turns, messages and alpaca's columns, client by client."""
+    model, _ = write_generation_task(folder, ())
+    files = []
+    for k, name in enumerate(names):
+        rows: list[dict[str, object]] = []
+        for food in FOODS[: 5 + k]:
+            asked, answer = f"{food}?", f"Yes, {name}."
+            if k % 3 == 0:
+                rows.append(
+                    {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]}
+                )
+            elif k % 3 == 1:
+                said = [("user", asked), ("assistant", answer), ("user", "Now?"), ("assistant", "No.")]
+                rows.append({"messages": [{"role": role, "content": text} for role, text in said]})
+            else:
+                rows.append({"instruction": asked, "input": "", "output": answer})
+        files.append(write_rows(folder / "talk" / f"{name}.jsonl", rows))
+    return model, files
+
+
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     """A token for each word. Given, not trained: a trainer breaks ties as it likes."""
     vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words])}

@@ -17,7 +17,7 @@ from pf2lora.errors import UserError
 from pf2lora.tasks.generation.chat import ChatTemplate
 from pf2lora.tasks.generation.conversations import Conversation, Message
 from pf2lora.tasks.generation.prompts import PromptRow
-from pf2lora.tasks.generation.settings import CHAT, GenerationSettings
+from pf2lora.tasks.generation.settings import CHAT, PROMPTS, GenerationSettings
 from pf2lora.tasks.generation.task import Generation
 
 QUESTION, ANSWER = Message("user", "Where is the key?"), Message("assistant", "Under the stone.")
@@ -271,6 +271,8 @@ def test_what_is_asked_of_a_run_of_conversations() -> None:
     assert asked(settings.typed("Hi?")) == PromptRow("Hi?", ())
     with pytest.raises(UserError, match="client 'a' has conversations, but the run knows only prompts"):
         settings.check([Client("a", [EXCHANGE], [EXCHANGE])], [])
-    assert settings.agreed([CHAT]) == [CHAT] and settings.agreed([]) == []
+    assert settings.agreed([CHAT]) == [CHAT] and settings.agreed([]) == settings.agreed([PROMPTS]) == [
+        PROMPTS
+    ]
     with pytest.raises(UserError, match="generation has no labels but 'chat'"):
         settings.agreed(["yes"])

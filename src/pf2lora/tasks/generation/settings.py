@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pf2lora.tasks.generation.task import Generation
 
 SCORERS = ("e2e", "webnlg", "answers")
-CHAT = "chat"
-"""The label of a run whose rows are conversations, by which a saved run, or a federation, knows it."""
+CHAT, PROMPTS = "chat", "prompts"
+"""The label of a run whose rows are conversations, by which a saved run knows it; a federation names either."""
 
 TextRow = PromptRow | Conversation
 
@@ -121,11 +121,11 @@ class GenerationSettings(TaskSettings[TextRow]):
 
     def agreed(self, labels: Sequence[str]) -> list[str]:
         """Whether rows are conversations; they are prompts where nobody says anything."""
-        if not set(labels) <= {CHAT}:
+        if not set(labels) <= {CHAT, PROMPTS} or len(labels) > 1:
             raise UserError(
                 f"generation has no labels but {CHAT!r}, where rows are conversations: --labels {CHAT}"
             )
-        return list(labels)
+        return list(labels) or [PROMPTS]
 
     def check(
         self,
