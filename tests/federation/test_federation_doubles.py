@@ -1,4 +1,4 @@
-"""Whom the server refuses when it registers: a second one with the kit of a site that is connected, and who was removed."""
+"""Whom the server refuses when it registers: a second one with a connected site's kit, and who was removed."""
 
 from __future__ import annotations
 
