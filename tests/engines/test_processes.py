@@ -59,7 +59,9 @@ def share_of(processes: Processes) -> Share:
 
 
 def assert_same(shared: list[list[Round]], alone: list[Round], owned: tuple[tuple[int, ...], ...]) -> None:
-    """Up to the order of summation, in float64."""
+    """Up to the order of summation, in float64; what is common has the same bits in all processes."""
+    for done in zip(*shared):
+        assert all(torch.equal(other.common, done[0].common) for other in done)
     for own, here in zip(shared, owned, strict=True):
         for a, b in zip(own, alone, strict=True):
             assert (a.number, a.participants, a.left_out) == (b.number, b.participants, b.left_out)

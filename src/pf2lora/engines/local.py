@@ -201,7 +201,8 @@ def train(
             updates = [at_server(share, method, own) for own in updates]
         answers, servers = zip(*(method.merge(own, server) for own, server in zip(updates, servers)))
         common = torch.stack(answers)
-        share.processes.copy_first(common)  # the same bits for all, whatever each has merged on
+        if method.needs_rows:  # the same bits for all, whatever a decomposition gives on each machine
+            share.processes.copy_first(common)
         served = state
         if stays is not leaving:  # what a method prunes as it sends is not part of `before`
             served = over_tensors(torch.clone, state)

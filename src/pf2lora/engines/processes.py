@@ -7,6 +7,7 @@ over gloo; tensors as they are, over NCCL where every process has an accelerator
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,8 +138,11 @@ class Processes:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as error:  # a ValueError where the processes are being ended
-            reason = (str(error).splitlines() or [""])[0]
-            raise ProcessLost(f"another process of the run has ended or does not answer ({reason})") from None
+            reason = re.sub(r"^\[\S*\] ", "", str(error)).partition(". ")[
+                0
+            ]  # gloo says its own line, and advice
+            line = f"another process of the run has ended or does not answer ({one_line(reason)[:100]})"
+            raise ProcessLost(line) from None
 
     # --- errors ---------------------------------------------------------------------------------------------
 
