@@ -129,7 +129,10 @@ def test_conversations_get_a_model_that_talks(tmp_path: Path, monkeypatch: Any, 
     """Also where every file has them in its own form: then no column is named."""
     monkeypatch.chdir(tmp_path)
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rows: dict[str, Any] = {"one": {"messages": said}, "two": {"instruction": "a", "input": "", "output": "b"}}
+    rows: dict[str, Any] = {
+        "one": {"messages": said},
+        "two": {"instruction": "a", "input": "", "output": "b"},
+    }
     files = [write_jsonl(Path(f"{name}.jsonl"), [row] * 5) for name, row in rows.items()]
     code, out, err = init(monkeypatch, capsys, "--clients", *files, "--force")
     assert (code, err) == (0, "")
