@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_output_layer import CLIENTS, loss_and_gradients, two_level, whole
 from tiny import CONFIGS, Problem, build, tiny_problem
+from tiny_language_models import CLIENTS, ROWS, TASK, loss_and_gradients, two_level, whole
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -97,8 +97,6 @@ def test_evaluation_and_removal() -> None:
     for layer in layers:
         layer.register_forward_hook(lambda *_: calls.append(1))
     model.repeat_layers()
-    from test_output_layer import ROWS, TASK
-
     with torch.no_grad():
         TASK.losses(model, x, y, ROWS, range(CLIENTS))
     assert len(calls) == len(layers)

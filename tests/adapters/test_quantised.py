@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_output_layer import CLIENTS, CONFIGS, TASK, loss_and_gradients, two_level, whole
 from tiny import tiny_model
+from tiny_language_models import CLIENTS, CONFIGS, TASK, loss_and_gradients, two_level, whole
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig

@@ -20,7 +20,7 @@ from flare_federation import Flare, flare
 from pf2lora.federation.protocol.server import ServerSession
 
 pytestmark = pytest.mark.slow
-SEED, FAULTS, ROUNDS = 14, 6, 60
+SEED, FAULTS, ROUNDS = 14, 6, 30
 
 
 def killed_site(run: Flare, draw: random.Random) -> None:

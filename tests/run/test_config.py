@@ -38,6 +38,7 @@ OTHERS: dict[str, Any] = {  # a value other than the default for every setting
     "rounds": 3,
     "steps": 4,
     "batch_size": 5,
+    "micro_batch": 2,
     "max_length": 60,
     "rank": 7,
     "client_rank": 3,

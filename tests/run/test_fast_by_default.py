@@ -71,7 +71,7 @@ def test_passes_are_compiled_where_a_run_is_long_enough_on_an_accelerator(
     short = long_run(world, "cuda", rounds=1, steps=1)
     operations = compiling.training_operations(short, "homlora", 1)
     repaid = operations * 10 / compiling.lengths(short)
-    monkeypatch.setattr(compiling, "REPAID_PER_LENGTH", repaid)
+    monkeypatch.setitem(compiling.REPAID_PER_LENGTH, "encoder", repaid)
     assert not compiling.compiles(short, "homlora", 1)
     assert compiling.compiles(long_run(world, "cuda", rounds=11, steps=1), "homlora", 1)
     assert compiling.compiles(short, "homlora", 11)  # seeds are trained, too
@@ -81,7 +81,7 @@ def test_passes_are_compiled_where_a_run_is_long_enough_on_an_accelerator(
 
 @pytest.mark.parametrize("said", [True, False])
 def test_who_says_so_decides(said: bool, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "REPAID_PER_LENGTH", 0.0 if not said else float("inf"))
+    monkeypatch.setitem(compiling.REPAID_PER_LENGTH, "encoder", 0.0 if not said else float("inf"))
     work = long_run(world, "cuda", rounds=1, steps=1, compile=said)
     assert compiling.compiles(work, "homlora", 1) is said
     assert "compile" not in to_dict(from_settings(world.settings()))["model"]

@@ -31,9 +31,9 @@ def trial(workload: Workload, request: pytest.FixtureRequest) -> Iterator[Trial]
     training = replace(workload.config.training, clients_per_pass=settings.get("clients_per_pass", "auto"))
     config = replace(workload.config, model=model, training=training)
     made = set_up(replace(workload, config=config), "pf2lora", 0, 1)
-    before = workload.task.clients_per_pass
+    before = workload.task.clients_per_pass, workload.task.micro_batch
     yield made
-    workload.task.clients_per_pass = before
+    workload.task.clients_per_pass, workload.task.micro_batch = before
     made.model.remove()
 
 
@@ -131,3 +131,14 @@ def test_the_peak_of_a_step_grows_with_its_clients(tmp_path_factory: pytest.Temp
     found, said = chosen(made, fitting.peak_of_step, tight)
     assert said and (made.model.repeats_layers or found.schedule.clients_per_pass == 1)
     made.model.remove()
+
+
+def test_a_batch_in_parts_where_one_client_is_too_much(trial: Trial) -> None:
+    task = trial.workload.task
+
+    def by_rows(trial: Trial, clients: int) -> int:
+        return FIXED + clients * AGAIN * (task.micro_batch or trial.source.size)
+
+    found, said = chosen(trial, by_rows, FIXED + AGAIN)
+    assert task.micro_batch == 1 and found.schedule.clients_per_pass == 1
+    assert "a batch's rows are computed 1 at a time (--micro-batch 1)" in said

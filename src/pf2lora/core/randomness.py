@@ -9,6 +9,8 @@ from torch import Tensor
 
 from pf2lora.core.streams import numpy_generator, stream_seed
 
+EXAMPLE_STRIDE = 1 << 40  # what the dropout mask of a batch's next example adds to its key
+
 
 def generator(seed: int, *names: object) -> torch.Generator:
     """A torch generator (CPU) for the stream of `names`."""
@@ -24,7 +26,7 @@ def keep_mask(key: Tensor, layer: int, shape: torch.Size, dropout: float) -> Ten
     """
     per_client = shape[0] // key.shape[0]
     index = key.new_zeros(())
-    for length, stride in zip((per_client, *shape[1:]), (1 << 40, 1 << 20, 1)[-len(shape) :]):
+    for length, stride in zip((per_client, *shape[1:]), (EXAMPLE_STRIDE, 1 << 20, 1)[-len(shape) :]):
         index = index.unsqueeze(-1) + torch.arange(length, device=key.device) * stride
     h = index + (key + layer * 0x9E3779B9).view(-1, *[1] * index.dim())
     for multiplier, shift in ((-0x4B47D0C4E6D7F6D3, 31), (-0x6B2FB644ECCEEE15, 29), (0x2545F4914F6CDD1D, 32)):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pf2lora.core.randomness import EXAMPLE_STRIDE
 from pf2lora.core.streams import numpy_generator, stream_seed
 
 TARGET_STEPS = 8  # what a batch's number of targets is rounded up to, parts of its tokens
@@ -53,6 +54,18 @@ class Batch:
             return torch.stack([of_client[:, i] for i in at], dim=1).flatten(0, 1)
 
         return replace(self, tensors={n: cut(t) for n, t in self.tensors.items()})
+
+    def parts(self, rows: int) -> list[Batch]:
+        """The batch in parts of so many of each client's rows, with the dropout masks that they have in the whole."""
+        of_client = {name: t.unflatten(0, (self.clients, -1)) for name, t in self.tensors.items()}
+        size = next(iter(of_client.values())).shape[1]
+
+        def part(start: int) -> Batch:
+            cut = {name: t[:, start : start + rows].flatten(0, 1) for name, t in of_client.items()}
+            key = None if self.key is None else self.key + start * EXAMPLE_STRIDE
+            return replace(self, tensors=cut, key=key)
+
+        return [part(start) for start in range(0, size, rows)]
 
 
 class BatchSource(Protocol):

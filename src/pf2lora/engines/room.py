@@ -44,8 +44,8 @@ class Room:
         free_memory()
         if tried == 1:
             raise UserError(
-                "the device's memory is too small for a pass of one client: try --checkpointing on, --quantization "
-                "nf4, or a smaller --batch-size or --max-length"
+                "the device's memory is too small for a pass of one client: try --checkpointing on, --micro-batch 1, "
+                "--quantization nf4, or a smaller --max-length"
             )
         self.clients = tried // 2
         logger.warning(

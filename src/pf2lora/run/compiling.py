@@ -7,14 +7,16 @@ import math
 from torch import nn
 from transformers import PreTrainedModel
 
+from pf2lora.adapters.architectures import ARCHITECTURES
 from pf2lora.adapters.quantised import QuantisedLinear
 from pf2lora.core.randomness import participants
 from pf2lora.methods import METHODS
 from pf2lora.run.workload import Workload
 
-# Measured on an H200 (`benchmarks/compile_cost.py`, docs/performance.md): what compiling a length of batches takes, and
-# the operations of training in which it comes back. A slower device gets it back in fewer.
-REPAID_PER_LENGTH = 2e17
+# The operations of training in which compiling for one length of batches has paid for itself, as measured on an H200
+# (`benchmarks/compile_cost.py`, docs/performance.md) and rounded up; a slower device gets it back in fewer. An encoder
+# is compiled whole, for 9% of a step; of a language model one layer is, for 25%.
+REPAID_PER_LENGTH = {"encoder": 1e17, "causal": 1e16}
 LENGTHS = 32  # a batch's length is rounded up to a multiple of it
 
 
@@ -24,9 +26,11 @@ def compiles(workload: Workload, method: str, seeds: int) -> bool:
     model = workload.config.model
     if model.compile is not None:
         return model.compile
-    return workload.device.type == "cuda" and training_operations(workload, method, seeds) > (
-        REPAID_PER_LENGTH * lengths(workload)
-    )
+    if workload.device.type != "cuda":
+        return False
+    known = ARCHITECTURES.get(workload.base.config.model_type)
+    kind = "causal" if known is not None and known.attention == "causal" else "encoder"
+    return training_operations(workload, method, seeds) > REPAID_PER_LENGTH[kind] * lengths(workload)
 
 
 def lengths(workload: Workload) -> int:

@@ -51,6 +51,10 @@ class TrainingSettings:
     rounds: int = setting(20, "communication rounds", everyday=True)
     steps: int = setting(10, "local steps per round", everyday=True)
     batch_size: int = setting(16, "examples per client and batch", everyday=True)
+    micro_batch: int | None = setting(
+        None,
+        "rows of a batch that are computed at once, which bounds memory (default: all, or what the device holds)",
+    )
     lr: float = setting(1e-3, "learning rate of the common adapter (AdamW)", everyday=True)
     client_lr: float | Literal["auto"] = setting(
         "auto",
@@ -99,7 +103,9 @@ class TrainingSettings:
             METHODS.check(name)
         if not self.method:
             raise UserError(f"no method is named; choose from {', '.join(METHODS)}")
-        require_positive(self, "rounds", "steps", "batch_size", "seeds", "evaluate_every", "lr", "patience")
+        require_positive(
+            self, "rounds", "steps", "batch_size", "micro_batch", "seeds", "evaluate_every", "lr", "patience"
+        )
         require_not_negative(self, "weight_decay", "seed")
         if self.client_lr != "auto":
             require_not_negative(self, "client_lr")

@@ -23,7 +23,7 @@ JUDGED_OTHERWISE = {  # settings that are not compared as they are written
     "data": None,  # the rows themselves are compared
     # The weights themselves are, and the device that was found; layers that are run again give the same numbers.
     "model": ("name", "device", "checkpointing"),
-    "training": ("method", "rounds", "evaluate_every", "clients_per_pass"),
+    "training": ("method", "rounds", "evaluate_every", "clients_per_pass", "micro_batch"),
 }
 
 

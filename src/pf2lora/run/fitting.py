@@ -1,5 +1,5 @@
 """What the device's memory asks of a run, measured once before it begins: layers that are run again for the gradient
-(`--checkpointing auto`), and how many clients share a pass (`--clients-per-pass auto`)."""
+(`--checkpointing auto`), how many clients share a pass (`--clients-per-pass auto`), and how many rows."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def chosen(trial: Trial, peak: Peak, memory: float) -> tuple[Trial, str]:
         enough = most >= min(asked, -(-SATURATED // tokens(trial)))
         if most >= asked or (enough and most) or again is ways[-1]:
             break
+    said = [] if most else smaller_parts(trial, peak, memory)
     most = max(1, min(most, asked))
-    said = []
     if model.repeats_layers and len(ways) > 1:
         said.append("layers are run again for the gradient (--checkpointing on)")
     if most < asked:
@@ -56,6 +56,20 @@ def chosen(trial: Trial, peak: Peak, memory: float) -> tuple[Trial, str]:
         trial = replace(trial, schedule=replace(trial.schedule, clients_per_pass=most))
         trial.workload.task.clients_per_pass = most
     return trial, f"to fit into the device's memory, {' and '.join(said)}" if said else ""
+
+
+def smaller_parts(trial: Trial, peak: Peak, memory: float) -> list[str]:
+    """Where not even one client's batch fits: as many of its rows at once as do."""
+    task, rows = trial.workload.task, trial.workload.task.micro_batch or trial.source.size
+    while rows > 1:
+        rows //= 2
+        task.micro_batch = rows
+        found = peak(trial, 1)
+        if found is not None and found <= memory:
+            break
+    if rows == trial.source.size:
+        return []
+    return [f"a batch's rows are computed {rows} at a time (--micro-batch {rows})"]
 
 
 def clients_asked(trial: Trial) -> int:

@@ -71,7 +71,7 @@ def load_workload(
         clients = load_clients(config.task, config.data, seed, labels=agreed, notes=notes, tables=tables)
     notes += few_rows(clients, config.training.batch_size)
     task = build_task(config, agreed or config.task.labels(clients), metric)
-    task.clients_per_pass = config.training.most_per_pass
+    task.clients_per_pass, task.micro_batch = config.training.most_per_pass, config.training.micro_batch
     base = load_base(config, task, device)
     train = task.encode([client.train for client in clients], training=True).to(device)
     test = task.encode([client.test for client in clients], training=False).to(device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pf2lora.adapters.two_level import TwoLevelModel
+from pf2lora.engines.accumulation import mean_loss
 from pf2lora.engines.batches import Batch, Encoded
 from pf2lora.errors import UserError
 from pf2lora.tasks.settings import Metric
@@ -55,6 +56,9 @@ class Task(ABC, Generic[Row, Prediction]):
     metrics: dict[str, Metric]  # the headline first
     tokenizer: PreTrainedTokenizerBase
     clients_per_pass: int | None = None  # answering in one pass; bounds memory, as in training
+    micro_batch: int | None = (
+        None  # rows of each client whose gradient is taken at once; None: the whole batch
+    )
     evaluation_batch: int = 64  # rows of each client that are answered at once
     shown_examples: ClassVar[int] = 3  # of each client, unless the run says how many
     trivial_label: ClassVar[str] = ""
@@ -81,8 +85,12 @@ class Task(ABC, Generic[Row, Prediction]):
 
     def loss(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
         """F(x, y; batch): each client's mean loss, shape (M,)."""
-        losses, weights = self.example_losses(model, common, personal, batch)
-        return losses.view(batch.clients, -1).sum(1) / weights.view(batch.clients, -1).sum(1)
+
+        def sums(common: Tensor, personal: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            losses, weights = self.example_losses(model, common, personal, batch)
+            return losses.view(batch.clients, -1).sum(1), weights.view(batch.clients, -1).sum(1)
+
+        return mean_loss(sums, common, personal, batch, self.micro_batch)
 
     def losses(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, clients: Sequence[int]
