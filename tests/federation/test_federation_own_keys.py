@@ -22,12 +22,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
-from nvflare.apis.fl_exception import NotAuthenticated
 
 from pf2lora.cli.federation import app
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import keys, processes
-from pf2lora.federation.flare.doubles import Connections
 from pf2lora.federation.flare.keys import make_authority, make_kit, make_request, remove, removed, sign
 from pf2lora.federation.flare.resumer import RunResumer
 from pf2lora.federation.protocol import audit
@@ -228,86 +226,6 @@ def test_a_running_server_turns_a_removed_site_away(server: Path, monkeypatch: p
     assert turned == ["site-1"]
 
 
-@pytest.fixture
-def resumer(server: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunResumer, list[float]]:
-    """A server's, and its clock."""
-    monkeypatch.chdir(server)
-    made, now = RunResumer(), [0.0]
-    made.connections = Connections(lambda: now[0])
-    return made, now
-
-
-def test_a_second_site_with_the_same_kit_is_refused(
-    server: Path, resumer: tuple[RunResumer, list[float]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    made, now = resumer
-    made.refuse_double("site-1")  # the first
-    made.heard("site-1", registered=True)
-    now[0] = 20.0
-    for second in (20.0, 60.0, 100.0):  # it comes again, and takes the first's connection each time
-        now[0] = second
-        with pytest.raises(NotAuthenticated, match="a second site-1 was refused"):
-            made.refuse_double("site-1")
-        made.connections.closed("site-1")  # the second's
-    assert capsys.readouterr().err.count("a second site-1 was refused") == 3
-    assert audit.verify(server).lines == 3
-    made.heard("site-1", registered=False)  # the first is back
-    now[0] = 124.0
-    with pytest.raises(NotAuthenticated):
-        made.refuse_double("site-1")
-    now[0] = 221.0  # the first has been silent for two minutes
-    made.refuse_double("site-1")
-
-
-def test_a_site_that_was_started_again_is_let_in(resumer: tuple[RunResumer, list[float]]) -> None:
-    made, now = resumer
-    made.heard("site-1", registered=True)
-    now[0] = 1.0
-    made.connections.closed("site-1")  # who is killed closes its connection
-    made.refuse_double("site-1")
-    made.heard("site-1", registered=True)
-    now[0] = 27.0  # its machine lost power: nothing was closed
-    made.refuse_double("site-1")
-
-
-def test_people_may_look_from_two_places(
-    resumer: tuple[RunResumer, list[float]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    made, _ = resumer
-    for _ in range(2):
-        made.refuse_double("lead@example.org")
-        made.heard("lead@example.org", registered=True)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_site_that_registers_while_it_is_heard_of_is_spoken_of(
-    server: Path, resumer: tuple[RunResumer, list[float]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    made, now = resumer
-    made.heard("site-1", registered=True)
-    made.heard("site-1", registered=False)  # a heartbeat
-    assert capsys.readouterr().err == "" and not (server / audit.FILE).exists()
-    made.heard("site-1", registered=True)
-    assert "site-1 registered while it was heard of" in capsys.readouterr().err
-    assert audit.verify(server).lines == 1
-    now[0] = 26.0  # long silent
-    made.heard("site-1", registered=True)
-    assert audit.verify(server).lines == 1
-
-
-def test_join_says_that_it_was_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = tmp_path / processes.ERRORS
-    kit = processes.Kit(tmp_path, "site-1", False, {})
-    script = f"open({str(errors)!r}, 'a').write('registration rejected: x'); raise SystemExit(101)"
-    made = [sys.executable, "-c", script]
-    monkeypatch.setattr(processes, "start", lambda kit, log: subprocess.Popen(made))
-    for _ in range(2):
-        with pytest.raises(UserError, match="the server refused site-1, because one is connected already"):
-            processes.in_foreground(kit)
-    made[2] = "raise SystemExit(4)"  # what the log holds is of another time
-    assert processes.in_foreground(kit) == 4
-
-
 @pytest.mark.slow
 def test_a_federation_of_such_kits_runs_and_a_removed_site_stays_out(tmp_path: Path) -> None:
     made = Made(tmp_path, processes.free_port())
@@ -331,7 +249,7 @@ def test_a_federation_of_such_kits_runs_and_a_removed_site_stays_out(tmp_path: P
         join = [sys.executable, "-m", "pf2lora", "federation", "join", str(twin)]
         refused = subprocess.run(join, capture_output=True, text=True, timeout=90, check=False)
         assert refused.returncode == 2
-        assert "the server refused site-1, because one is connected already" in refused.stderr
+        assert "the server refused site-1: it was removed, or one is connected" in refused.stderr
         run.wait(lambda: "a second site-1 was refused" in run.log("server"), 10, "the server to say so")
         heard = kits["server"] / "alive" / "site-1"
         then = time.time()
@@ -339,5 +257,9 @@ def test_a_federation_of_such_kits_runs_and_a_removed_site_stays_out(tmp_path: P
         remove(kits["server"], "site-2")
         run.wait(lambda: "Client site-2 disabled" in run.log("server"), 60, "site-2 to be turned away")
         assert "Client site-1 disabled" not in run.log("server")
+        processes.stop(run.started.pop("site-2"))
+        join[-1] = str(kits["site-2"])
+        gone = subprocess.run(join, capture_output=True, text=True, timeout=90, check=False)
+        assert gone.returncode == 2 and "the server refused site-2: it was removed" in gone.stderr
     finally:
         processes.stop(*run.started.values())

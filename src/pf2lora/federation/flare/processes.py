@@ -29,7 +29,7 @@ EXPIRING = 30  # days before its end in which a certificate is spoken of
 ERRORS, REFUSED = (
     "error_log.txt",
     "registration rejected",
-)  # FLARE's, in a kit, and what it says there of a double
+)  # FLARE's, in a kit, and what it says there when it was refused
 STOP_TIMEOUT = 10.0  # seconds between asking a process to stop and making it
 ENGINE = {
     "NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5",  # a job's end does not wait 900 s for a site that is gone
@@ -284,7 +284,7 @@ def in_foreground(
     kit: Kit, meanwhile: Callable[[], None] = lambda: None, log: IO[bytes] | None = None
 ) -> int:
     """Run a participant until it ends or Ctrl-C; its exit code. `meanwhile` is done now and then; what FLARE says goes
-    to `log`, or else where this process's own words go. A UserError where the server refuses a double."""
+    to `log`, or else where this process's own words go. A UserError where the server refuses it."""
     errors = kit.folder / ERRORS
     before = errors.stat().st_size if errors.exists() else 0
     process = start(kit, log)
@@ -297,8 +297,8 @@ def in_foreground(
             return 0
     if process.returncode and REFUSED in new_text(errors, before):
         raise UserError(
-            f"the server refused {kit.name}, because one is connected already: end that one, or ask the lead whether "
-            f"somebody else has this kit; one that was cut off is let in after two minutes"
+            f"the server refused {kit.name}: it was removed, or one is connected already, which must end first (does "
+            f"somebody else have this kit? one that was cut off is let in after two minutes); ask the server's keeper"
         )
     return process.returncode
 

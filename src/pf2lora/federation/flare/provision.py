@@ -24,7 +24,7 @@ SCOPE = "pf2lora"
 SITE_CLASSES = ["pf2lora.federation.flare.executor.SiteExecutor"]
 SERVER_CLASSES = ["pf2lora.federation.flare.controller.FederationController"]
 HEARTBEAT_TIMEOUT = 60  # seconds of silence after which a site counts as gone
-INSIDE = "comm_config.json"  # in everybody's `local/`: how FLARE's processes on a machine talk
+INSIDE = "comm_config.json"  # in everybody's `local/`: how FLARE's processes talk, on a machine and across
 SITE_LIST = "sites.json"  # in the server's `local/`: who was provisioned
 SILENCE = (
     20  # seconds without a byte after which a site asks once more: FLARE's 300 are lost when a link is cut
@@ -235,7 +235,11 @@ def harden_everyone(kit: Path, view: str) -> None:
     inside = {"host": "localhost", "connection_security": "mtls"}
     atomic.write_json(
         kit / "local" / INSIDE,
-        {"allow_adhoc_conns": False, "internal": {"scheme": "tcp", "resources": inside}},
+        {
+            "allow_adhoc_conns": False,
+            "internal": {"scheme": "tcp", "resources": inside},
+            "grpc": {"options": list(PINGS.items())},
+        },
     )
     nothing = dict.fromkeys(("submit_job", "clone_job", "manage_job", "download_job", "operate"), "none")
     never = dict.fromkeys(("shell_commands", "byoc", "server-predeployed-flwr"), "none")
@@ -245,7 +249,6 @@ def harden_everyone(kit: Path, view: str) -> None:
         "manage_job": "n:submitter",
         "download_job": "n:submitter",
     }
-    atomic.write_json(kit / "local" / "comm_config.json", {"grpc": {"options": list(PINGS.items())}})
     atomic.write_json(
         kit / "local" / "authorization.json",
         {

@@ -52,6 +52,7 @@ class RunResumer(FLComponent):
         self.root = Path.cwd()  # FLARE starts in the server's kit
         self.seen: set[str] = set()  # sites heard of since this server started
         self.connections = Connections()
+        self.told: set[str] = set()  # removed sites that were spoken of
         self.tries: dict[str, tuple[int, int]] = {}  # run: (finished rounds, continuations since)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -61,6 +62,7 @@ class RunResumer(FLComponent):
         elif event_type == EventType.CLIENT_REGISTER_RECEIVED:
             peer = fl_ctx.get_peer_context()
             if peer and peer.get_identity_name():
+                self.refuse_removed(peer.get_identity_name())
                 self.refuse_double(peer.get_identity_name())
         elif event_type in (EventType.CLIENT_REGISTER_PROCESSED, EventType.CLIENT_HEARTBEAT_PROCESSED):
             peer = fl_ctx.get_peer_context()
@@ -120,6 +122,15 @@ class RunResumer(FLComponent):
             note(self.root / SITES, site)
         note(self.root / ALIVE, site)
         self.seen.add(site)
+
+    def refuse_removed(self, site: str) -> None:
+        """One who was removed is told so when it registers; FLARE alone would let it ask again for ever, in silence."""
+        if site in removed(self.root):
+            line = f"{site} was refused: it was removed"
+            if site not in self.told:  # it may be started again and again
+                self.told.add(site)
+                self.say("refused", site, line)
+            raise NotAuthenticated(line)
 
     def refuse_double(self, site: str) -> None:
         """One who registers as a site that is connected and heard of has a copy of its kit: FLARE refuses it for this
