@@ -2,8 +2,8 @@
 
 Random weights of well-known shapes (`shapes.py`), drawn on the device in bfloat16; 8 clients. Rows differ by method, by
 whether layers are run again for the gradient (`checkpointing`), by whether they are compiled, by the bits of the frozen
-base model, and by how many clients share a pass (one pass is timed, and multiplied). The plain way beside
-them is PEFT's, client by client (`plain_peft.py`): two clients are timed, and multiplied.
+base model, and by how many clients share a pass: `ms` is of one pass, of which a step takes as many as it needs. The
+plain way beside them is PEFT's, client by client (`plain_peft.py`): two clients are timed, and multiplied.
 
 `peak_gb` is the most that was in use on the device, the base model included, `reserved_gb` what a card must have for
 it. The share is that of the machine's product of two large square matrices, counting necessary arithmetic alone: what

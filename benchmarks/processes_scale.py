@@ -48,7 +48,6 @@ class Row:
 def measured(options: argparse.Namespace, method: str) -> Row | None:
     """In one of the processes: the fastest of some rounds; told by the first."""
     processes = join("cpu")
-    torch.set_num_threads(1)
     shape, device = SHAPES[options.model], torch.device("cpu")
     work = Workload(shape, options.clients, device, rows=4 * shape.batch)
     trial = work.set_up(method, options.clients, rounds=options.rounds, steps=options.steps)
@@ -120,6 +119,7 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
+        torch.set_num_threads(1)
         row = measured(options, options.methods[0])
         if row is not None:
             print(json.dumps(asdict(row)), flush=True)

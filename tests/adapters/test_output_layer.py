@@ -20,7 +20,7 @@ from tiny_language_models import (
     whole,
 )
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -88,6 +88,26 @@ def test_gradients_by_hidden_states(layer_of: str, few_at_once: None) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     ours, theirs = (torch.autograd.grad((t * weights).sum(), hidden)[0] for t in (found, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer_of", ["plain", "bias", "softcap"])
+def test_words_that_only_fill_up_change_nothing(layer_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CUDA device in 16 bits, whose products want eights: here by hand, in float64."""
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(53, 8, generator=random, dtype=torch.float64)
+    bias = torch.randn(53, generator=random, dtype=torch.float64) if layer_of == "bias" else None
+    softcap = 2.5 if layer_of == "softcap" else None
+    hidden = torch.randn(20, 8, generator=random, dtype=torch.float64).requires_grad_()
+    wanted = torch.randint(53, (20,), generator=random)
+    found = []
+    for fill in (0, 3):
+        monkeypatch.setattr(output_layer, "aligned", lambda t, dim, fill=fill: pad(t, (0, 0, 0, fill)))
+        layer = OutputLayer(weight, bias, softcap)
+        losses = losses_of(layer, hidden, wanted, torch.float64)
+        assert layer.filled is not None and len(layer.filled) == 53 + fill
+        found.append((losses, torch.autograd.grad(losses.sum(), hidden)[0]))
+    for ours, expected in zip(*found):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_in_bfloat16_it_is_no_further_from_the_truth_than_all_logits_are(few_at_once: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -34,7 +35,7 @@ def scripts() -> dict[str, ModuleType]:
     """The scripts as modules, imported as `python benchmarks/step_time.py` finds them."""
     import importlib
 
-    names = ("shapes", "both_ways", "step_time", "clients_scale", "llm_memory")
+    names = ("shapes", "both_ways", "step_time", "clients_scale", "llm_memory", "processes_scale")
     sys.path.insert(0, str(BENCHMARKS))
     try:
         return {name: importlib.import_module(name) for name in names}
@@ -98,6 +99,14 @@ def test_a_spent_budget_starts_nothing_and_names_what_it_skipped(
     assert scripts["step_time"].main(["--small", "--budget", "0"]) == []
     printed = capsys.readouterr().out
     assert "skipped" in printed and "small-roberta" in printed and "small-gpt2" in printed
+
+
+def test_processes_scale_measures_a_round_and_what_is_sent(scripts: dict[str, ModuleType]) -> None:
+    """Of one process alone, here, which sends nothing."""
+    options = Namespace(model="small-roberta", clients=2, rounds=2, steps=1)
+    row = scripts["processes_scale"].measured(options, "homlora")
+    assert (row.processes, row.clients, row.sent_bytes, row.exchange_seconds) == (1, 2, 0, 0.0)
+    assert row.round_seconds > 0
 
 
 def test_clients_scale_measures_whole_rounds_and_draws_them(

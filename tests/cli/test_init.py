@@ -123,3 +123,19 @@ def test_the_task_is_guessed_by_the_columns(tmp_path: Path) -> None:
     }.items():
         file = write_jsonl(tmp_path / f"{name}.jsonl", [row])
         assert guessed_task([str(file)]) == name
+
+
+def test_conversations_get_a_model_that_talks(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Also where every file has them in its own form: then no column is named."""
+    monkeypatch.chdir(tmp_path)
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows: dict[str, Any] = {
+        "one": {"messages": said},
+        "two": {"instruction": "a", "input": "", "output": "b"},
+    }
+    files = [write_jsonl(Path(f"{name}.jsonl"), [row] * 5) for name, row in rows.items()]
+    code, out, err = init(monkeypatch, capsys, "--clients", *files, "--force")
+    assert (code, err) == (0, "")
+    assert "--model HuggingFaceTB/SmolLM2-135M-Instruct (a guess)" in out.splitlines()
+    assert "files have columns of their own, which are found by their names" in out.splitlines()
+    assert "messages" not in to_dict(from_toml(Path("run.toml")))["task"]

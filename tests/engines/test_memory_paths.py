@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_fast_paths import StandInGraph, stand_in_graphs  # noqa: F401  a fixture
@@ -150,6 +152,28 @@ def test_compiled_layers_are_recorded(
     assert "without a CUDA graph" not in caplog.text
     for ours, expected in zip(compiled, plain):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-3)
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+def test_an_odd_vocabulary_in_16_bits(kind: str) -> None:
+    """Filled up to eights for fast products: the loss of all logits, within what bfloat16 rounds."""
+    config = copy.deepcopy(CONFIGS[kind])
+    config.vocab_size = VOCABULARY + 1
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config).bfloat16().cuda()
+    model = TwoLevelModel(base, AdapterSpec(rank=4, client_rank=2))
+    names = [str(k) for k in range(CLIENTS)]
+    x, y = (t.cuda().requires_grad_() for t in model.initial(0, names))
+    batch = ROWS.to(torch.device("cuda")).batch(CLIENTS, np.arange(ROWS.starts[-1]))
+    found = []
+    for layer in (model.output_layer, None):
+        assert layer is None or layer.in_eights()[0].shape[0] == VOCABULARY + 8
+        model.output_layer = layer
+        loss = TASK.loss(model, x, y, batch)
+        found.append((loss.detach(), torch.autograd.grad(loss.sum(), x)[0]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-2, atol=0)
+    assert (found[0][1] - found[1][1]).norm() < 0.05 * found[1][1].norm()
 
 
 def peak(repeated: bool, logits: bool) -> int:

@@ -186,11 +186,11 @@ def test_the_guide_on_separate_machines(tmp_path: Path, machines: None) -> None:
             "--labels",
             "neg,pos",
             "--rounds",
-            "5000",
+            "1000",
         )
         folder = run_status.run_folder(kits / "server", "long")
         wait(lambda: (s := run_status.read_status(folder)) and s.round >= 2, 120, "two rounds")
-        assert "of 5000" in ask("lead", "status", *lead)
+        assert "of 1000" in ask("lead", "status", *lead)
         assert "is stopped" in ask("lead", "stop", "long", *lead)
         wait(lambda: (s := run_status.read_status(folder)) and s.state == "stopped", 60, "the stop")
 

@@ -33,6 +33,17 @@ TEXTS = lines(
 PROMPTS = lines(
     {"prompt": "a", "target": ["b", "c"], "group": "x"}, {"prompt": "d", "target": "e", "group": "y"}
 )
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+CONVERSATIONS = lines(
+    {"messages": TURNS, "group": "x"},
+    {"messages": [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]},
+    {"messages": json.dumps(TURNS)},
+)
+INSTRUCTIONS = lines(
+    {"instruction": "a", "input": "b", "output": "c", "system": "d"},
+    {"instruction": "e", "input": None, "output": "f"},
+    {"instruction": TURNS[:1], "output": TURNS[1:]},
+)
 ANSWER = {"text": "Nile", "answer_start": 4}
 QUESTIONS = lines(
     {"context": "The Nile is long", "question": "which?", "answers": [ANSWER], "id": "1", "title": "t"},

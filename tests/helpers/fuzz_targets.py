@@ -20,7 +20,9 @@ from fuzz_mutations import (
 from fuzz_seeds import (
     BOMB,
     CONFIG,
+    CONVERSATIONS,
     E2E,
+    INSTRUCTIONS,
     LAYOUT,
     NUMBERS,
     PROMPTS,
@@ -193,6 +195,7 @@ TARGETS: dict[str, Target] = {
     "tsv": Target("a.tsv", lambda: [b"sentence\tlabel\na\t1\nb\t0\nc\t1\nd\t0\ne\t1\n"], rows(CLASSES), TEXT),
     "parquet": Target("a.parquet", parquet_seeds, rows(CLASSES), (bytes_changed,), weight=2),
     "prompts": Target("a.jsonl", lambda: [PROMPTS], rows(PROMPT), ROWS),
+    "conversations": Target("a.jsonl", lambda: [CONVERSATIONS, INSTRUCTIONS], rows(PROMPT), ROWS),
     "questions": Target("a.jsonl", lambda: [QUESTIONS], rows(QUESTION), ROWS),
     "squad": Target("a.json", lambda: [json.dumps(SQUAD).encode()], rows(QUESTION), STRUCTURE),
     "squad-score": Target("a.json", lambda: [json.dumps(SQUAD).encode()], read_squad_score, STRUCTURE),

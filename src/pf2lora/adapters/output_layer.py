@@ -11,27 +11,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, linear, pad
 from transformers import PreTrainedModel
 
 from pf2lora.adapters.architectures import ARCHITECTURES
+from pf2lora.adapters.layers import aligned
 from pf2lora.core.second_order import is_differentiated_twice
 
 MOST_LOGITS = 1 << 27  # at once: a gigabyte in bfloat16, with what the loss makes of them
 
 
-@dataclass(frozen=True)
+@dataclass
 class OutputLayer:
     """The frozen layer that makes logits of hidden states, and Gemma 2's bound on them."""
 
     weight: Tensor  # (vocabulary, d)
     bias: Tensor | None = None
     softcap: float | None = None
+    filled: Tensor | None = None  # the weight with rows of zeros behind it, where fast products want eights
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(positions, vocabulary), rounded as the model itself rounds them."""
-        raw = linear(hidden, self.weight, self.bias)
+        return self.bounded(linear(hidden, self.weight, self.bias))
+
+    def bounded(self, raw: Tensor) -> Tensor:
         return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
+
+    def in_eights(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias for as many words as fast products want: GPT-2's 50,257 are odd."""
+        place = self.weight.device, self.weight.dtype
+        if self.filled is None or (self.filled.device, self.filled.dtype) != place:
+            self.filled = aligned(self.weight.detach(), -2)
+        missing = len(self.filled) - len(self.weight)
+        return self.filled, self.bias if self.bias is None or not missing else pad(self.bias, (0, missing))
 
 
 def output_layer(model: PreTrainedModel) -> OutputLayer | None:
@@ -81,8 +93,10 @@ class ChunkedLosses(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, wanted: Tensor, layer: OutputLayer, dtype: torch.dtype) -> Tensor:
         losses = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for chunk in chunks(len(hidden), layer.weight.shape[0]):
-            logits = layer.logits(hidden[chunk])
+        (weight, bias), words = layer.in_eights(), len(layer.weight)
+        for chunk in chunks(len(hidden), len(weight)):
+            logits = layer.bounded(linear(hidden[chunk], weight, bias))
+            logits[:, words:] = -torch.inf  # what only fills up is nobody's next word
             logs = torch.log_softmax(logits, -1, dtype=dtype)
             right = logs.gather(1, wanted[chunk].unsqueeze(1))
             losses[chunk] = -right.squeeze(1)
@@ -96,7 +110,8 @@ class ChunkedLosses(torch.autograd.Function):
             )
             if layer.softcap is not None:
                 slope *= 1 - (logits / layer.softcap).square()
-            torch.mm(slope, layer.weight, out=slopes[chunk])
+                slope[:, words:] = 0
+            torch.mm(slope, weight, out=slopes[chunk])
         ctx.save_for_backward(slopes)
         return losses
 

@@ -55,7 +55,7 @@ class Questions:
 
     def answered(self) -> dict[str, Any]:
         """All settings, by name alone."""
-        from pf2lora.run.first_config import MODEL, MODELS, first_records, guessed_client_column, guessed_task
+        from pf2lora.run.first_config import first_records, guessed_client_column, guessed_task, likely_model
 
         clients = self.of(
             "clients", "your data: files, a folder, or a pattern such as data/*.csv", check=paths
@@ -72,7 +72,9 @@ class Questions:
             line = "the column that names each row's client"
             self.of("client_column", line, guessed_client_column(records, files), check=column_of(records))
         self.columns(task, records)
-        self.of("model", "the base model: a hub name or a folder", MODELS.get(name, MODEL))
+        named = {n: self.settings[n] for n in column_settings(type(task)) if n in self.settings}
+        model = likely_model(replace(task, **named), records)
+        self.of("model", "the base model: a hub name or a folder", model)
         self.of("device", "the device (auto, cpu, cuda or cuda:N)", "auto", check=known_device)
         return self.settings
 

@@ -300,8 +300,9 @@ class Method(ABC):
 
 
 def moved(state: State, device: torch.device | str) -> State:
-    """The same state on a device."""
-    return over_tensors(lambda t: t.to(device), state)
+    """The same state on a device. Whoever brings it back waits, so that what it is copied from may change then."""
+    to_device = torch.device(device).type != "cpu"
+    return over_tensors(lambda t: t.to(device, non_blocking=to_device), state)
 
 
 def rows_of(clients: Sequence[int], device: torch.device) -> slice | Tensor:

@@ -153,7 +153,7 @@ def train(
     ledger = UpdateLedger(len(names), clients, compare=compare, largest=after.largest, numbers=here)
     first = state
     home = torch.device(device if per_pass >= len(here) else "cpu")  # waiting clients stay off the device
-    state = over_tensors(lambda t: t.to(home, copy=True), state)
+    state = over_tensors(lambda t: own_copy(t, home, waits_for=torch.device(device)), state)
     served = state
     stepper = make_stepper(F, device, graphs=graphs)
     rates = schedule.rates_of(len(share.here))
@@ -211,6 +211,13 @@ def train(
         after = After(number, tuple(steps_done), tuple(ledger.largest), servers)
         left_out, seconds = dict(sorted(bad.items())), time.perf_counter() - started
         yield Round(number, chosen, stats, state, served, common, seconds, left_out, after)
+
+
+def own_copy(tensor: Tensor, home: torch.device, waits_for: torch.device) -> Tensor:
+    """A copy at home; where that is the host of a CUDA device, in memory that the device reads by itself: clients come
+    to it at several times the speed, while the host goes on."""
+    copied = tensor.to(home, copy=True)
+    return copied.pin_memory() if home.type == "cpu" and waits_for.type == "cuda" else copied
 
 
 def by_server(

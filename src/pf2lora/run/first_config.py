@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pf2lora.data.client import Client
 from pf2lora.data.files import Record, columns_of, expand_paths
 from pf2lora.data.guessing import client_column
 from pf2lora.data.settings import DataSettings
@@ -13,9 +14,11 @@ from pf2lora.errors import UserError
 from pf2lora.run.config import TABLES, in_tables, task_kind
 from pf2lora.settings import settings_of, to_table
 from pf2lora.tasks import TASKS
+from pf2lora.tasks.generation.settings import CHAT
 from pf2lora.tasks.settings import TaskSettings
 
 MODELS = {"generation": "gpt2"}
+CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # small, and its tokenizer has a chat template
 MODEL = "roberta-base"  # of the other tasks
 HEAD = """\
 # Written by `pf2lora init`; flags of a command win over it. `pf2lora train run.toml --print-config` shows every
@@ -54,6 +57,13 @@ def guessed_columns(
     found = task.likely_columns(records, besides)
     replace(task, **found).rows(records)
     return found
+
+
+def likely_model(task: TaskSettings[Any], records: Sequence[Record]) -> str:
+    """A small model of the task's kind, to begin with; for conversations one that has learned to talk."""
+    if CHAT in task.labels([Client("", task.rows(records), [])]):
+        return CHAT_MODEL
+    return MODELS.get(task.name, MODEL)
 
 
 def in_every_file(task: TaskSettings[Any], columns: Mapping[str, str], clients: Sequence[str]) -> bool:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
+from chat_templates import chat_tokenizer
 
 from pf2lora.tasks.generation import rouge
+from pf2lora.tasks.generation.conversations import Conversation, Message
 from pf2lora.tasks.generation.scores import answer_scores
-from pf2lora.tasks.generation.task import SCORES, TEXT_METRICS
+from pf2lora.tasks.generation.settings import GenerationSettings, TextRow
+from pf2lora.tasks.generation.task import SCORES, TEXT_METRICS, Continuation, Generation
 
 GOOGLE = [  # reference, answer; rouge-score 0.1.2 without its stemmer: rouge1, rouge2, rougeL
     (
@@ -56,3 +60,20 @@ def test_the_best_reference_counts_and_answers_are_averaged() -> None:
     assert answer_scores(["Über Nacht"], [["über  nacht"]]).values["rouge_1"] == 1.0
     assert answer_scores(["a  b "], [["a b"]]).values["exact_match"] == 1.0
     assert list(found) == list(SCORES["answers"][1]) and set(found) <= set(TEXT_METRICS)
+
+
+def test_the_headline_is_taken_again_on_resampled_answers() -> None:
+    task = Generation(chat_tokenizer(), GenerationSettings(), scores="answers", chat=True)
+    question = Message("user", "a")
+    rows: list[TextRow] = [
+        Conversation((question, Message("assistant", text))) for text in ("b c", "d", "e f")
+    ]
+    answers = [Continuation(1.0, 1, text) for text in ("b c", "x", "e")]
+    draws = np.array([[0, 0, 0], [0, 1, 2], [2, 2, 1]])
+    found = task.resampled(answers, rows, draws)
+    assert found is not None
+    assert found.tolist() == pytest.approx([1.0, (1 + 0 + 2 / 3) / 3, 4 / 9])
+    assert found[1] == pytest.approx(task.score(answers, rows)["rouge_l"])
+    assert task.resampled([Continuation(1.0, 1, None)] * 3, rows, draws) is None
+    plain = Generation(chat_tokenizer(), GenerationSettings())
+    assert plain.resampled(answers, rows, draws) is None

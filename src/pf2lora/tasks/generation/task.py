@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -219,6 +220,16 @@ class Generation(Task[TextRow, Continuation]):
         for name, reason in found.absent.items():
             self.note(f"no {TEXT_METRICS[name].label}: {reason}")
         return {name: found.values.get(name) for name in self.metrics if name not in losses} | losses
+
+    def resampled(
+        self, predictions: Sequence[Continuation], rows: Sequence[TextRow], draws: np.ndarray
+    ) -> np.ndarray | None:
+        """ROUGE-L of answers is a mean over them; the other scores are of all texts together."""
+        if next(iter(self.metrics)) != "rouge_l" or any(p.text is None for p in predictions):
+            return None
+        both = zip(predictions, rows)
+        found = [nlg.answer_scores([p.text or ""], [row.targets]).values["rouge_l"] for p, row in both]
+        return np.array(found)[draws].mean(1)
 
     def describe(self, rows: Sequence[TextRow]) -> dict[str, int]:
         counts = Counter(row.group for row in rows if row.group)
