@@ -96,7 +96,7 @@ def measure(work: Workload, case: Case, options: argparse.Namespace, rate: float
     share = flops / (ms / 1000) / rate
     return {
         "ms": round(ms, 2),
-        "share": round(share, 4),
+        "share": float(f"{share:.4g}"),
         "tokens_per_s": round(tokens(batches) / ms * 1000),
     } | found
 
