@@ -39,15 +39,12 @@ def test_plain_peft_writes_what_is_served(
     """The exported adapter is one LoRA of rank r + r̃; another server gets the prompt with the run's separator."""
     name = load_run(generation_run, device="cpu").config.model.name
     tokenizer: Any = AutoTokenizer.from_pretrained(name)
+    for client in ("north", "west"):  # before there is a server: its thread shares this process's output
+        args = ("export", generation_run, "--client", client, "--out", tmp_path / client)
+        assert command_line(monkeypatch, capsys, *args)[0] == 0
     with serving(generation_run) as served:
         for client in ("north", "west"):
             out = tmp_path / client
-            assert (
-                command_line(monkeypatch, capsys, "export", generation_run, "--client", client, "--out", out)[
-                    0
-                ]
-                == 0
-            )
             config = json.loads((out / "adapter_config.json").read_text())
             assert config["r"] == config["lora_alpha"] == 2 * (4 + 2) and not config["modules_to_save"]
             model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(name), out).eval()
