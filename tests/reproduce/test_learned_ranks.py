@@ -11,7 +11,16 @@ from result_example import make_result, typed
 from typer.testing import CliRunner
 
 from pf2lora.cli import app
-from pf2lora.reproduce.ranks import correlations, label_distances, mean_ranks, points, spearman, two_level
+from pf2lora.reproduce.ranks import (
+    Point,
+    correlations,
+    label_distances,
+    layer_ranks,
+    mean_ranks,
+    points,
+    spearman,
+    two_level,
+)
 
 
 def test_rank_correlation_by_hand() -> None:
@@ -52,4 +61,26 @@ def test_the_command_reads_finished_runs(tmp_path: Path) -> None:
     out = CliRunner().invoke(app, ["reproduce", "ranks", str(tmp_path), "--out", str(tmp_path / "out")])
     assert out.exit_code == 0, out.output
     assert "the rank against" in out.output
-    assert {f.name for f in (tmp_path / "out").iterdir()} == {"ranks.md", "ranks.png", "ranks.svg"}
+    figures = {f"{name}.{kind}" for name in ("ranks", "ranks-by-layer") for kind in ("png", "svg")}
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {"ranks.md", "ranks.json", *figures}
+    stored = json.loads((tmp_path / "out" / "ranks.json").read_text())
+    again = [Point(**p) for p in stored["points"]]
+    assert correlations(again) == correlations(points(typed(make_result()), stored["method"]))
+    assert [layer["layer"] for layer in stored["layers"]] == list(again[0].layers)
+    for layer in stored["layers"]:
+        assert f"| {layer['layer']} | {layer['mean']:.2f} | {layer['range']:.2f} |" in out.output
+
+
+def test_a_layer_whose_rank_follows_is_told_from_one_whose_rank_does_not() -> None:
+    traits = [{"difference": d} for d in (0.1, 0.2, 0.3, 0.4)]
+    layers = list(zip((1, 2, 3, 4), (7, 7, 7, 7), (6, 5, 3, 1)))  # follows, does not vary, runs against
+    found = [
+        Point("run", seed, f"c{k}", trait, 0.0, dict(zip("abc", ranks)))
+        for seed in (0, 1)
+        for k, (trait, ranks) in enumerate(zip(traits, layers))
+    ]
+    a, b, c = layer_ranks(found)
+    assert a.rho["difference"] is not None and a.rho["difference"].mean == pytest.approx(1)
+    assert b.rho["difference"] is None and (b.mean, b.range) == (7, 0)
+    assert c.rho["difference"] is not None and c.rho["difference"].mean == pytest.approx(-1)
+    assert (c.mean, c.range) == (3.75, 5) and a.rho["rows"] is None

@@ -103,7 +103,17 @@ def test_each_preset_runs_end_to_end(name: str, world: Path, tmp_path: Path) -> 
     for row in content["rows"]:
         assert row["served"] or row["quantity"] in absent or "perplexity" in row["quantity"], row
     for run in content["runs"]:
-        assert load_result(tmp_path / run["name"]).config == run["config"]
+        result = load_result(tmp_path / run["name"])
+        assert result.config == run["config"]
+        for (
+            method,
+            of_method,
+        ) in result.methods.items():  # every metric at every point, also what no table shows
+            for point, scores in run["scores"][method].items():
+                for metric, found in scores.items():
+                    at = [seed.at(point) for seed in of_method.runs]
+                    assert found == [None if of_seed is None else of_seed[metric].mean for of_seed in at]
+            assert set(run["scores"][method]["served"]) == set(of_method.runs[0].served)
 
 
 @pytest.mark.slow

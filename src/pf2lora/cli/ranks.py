@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pf2lora.atomic import make_folder, write_text
+from pf2lora.atomic import make_folder, write_json, write_text
 from pf2lora.cli.options import WRITTEN
 from pf2lora.errors import UserError
 
@@ -22,7 +22,7 @@ def ranks(
     out: Annotated[Path, typer.Option("--out", help="Folder of the result.", **WRITTEN)] = Path("runs/ranks"),
 ) -> None:
     """What decides the rank: learned ranks against how different and how hard a client's data is."""
-    from pf2lora.reproduce.ranks import draw, markdown, points, two_level
+    from pf2lora.reproduce.ranks import draw, draw_layers, markdown, points, to_json, two_level
     from pf2lora.run.result import FILE, load_result
 
     files = [file for path in results for file in (sorted(path.rglob(FILE)) if path.is_dir() else [path])]
@@ -38,6 +38,7 @@ def ranks(
     make_folder(out)
     text = markdown(found, method or known[0])
     write_text(out / "ranks.md", text)
+    write_json(out / "ranks.json", to_json(found, method or known[0]))
     typer.echo(text)
-    for file in (out / "ranks.md", *draw(found, out)):
+    for file in (out / "ranks.md", out / "ranks.json", *draw(found, out), *draw_layers(found, out)):
         typer.echo(file)

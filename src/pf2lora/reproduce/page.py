@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pf2lora.methods import METHODS
 from pf2lora.reproduce import tables
@@ -13,6 +13,7 @@ from pf2lora.reproduce.preset import Preset, Run
 from pf2lora.reproduce.running import same_prompt
 from pf2lora.reproduce.tables import Finding
 from pf2lora.run.config import Config, to_dict
+from pf2lora.run.result import Point, SeedRun
 
 # Settings that say where and how a run was made, not what of the paper was changed.
 BESIDE = {"model.device", "data.data_dir", "training.seed", "training.seeds", "training.evaluate_every"}
@@ -165,6 +166,16 @@ def _row(row: tables.Row) -> dict[str, Any]:
     }
 
 
+def _scores(runs: Sequence[SeedRun]) -> dict[str, dict[str, list[float | None]]]:
+    """Every metric at every point, a number for each seed: the mean over clients."""
+    found: dict[str, dict[str, list[float | None]]] = {}
+    for point in get_args(Point):
+        at = [run.at(point) or {} for run in runs]
+        metrics = dict.fromkeys(name for scores in at for name in scores)
+        found[point] = {name: [s[name].mean if name in s else None for s in at] for name in metrics}
+    return found
+
+
 def _run(finding: Finding) -> dict[str, Any]:
     config: Config = finding.run.config
     result = finding.result
@@ -173,6 +184,7 @@ def _run(finding: Finding) -> dict[str, Any]:
         "label": finding.run.label,
         "config": to_dict(config),
         "counted": finding.counted,
+        "scores": None if result is None else {name: _scores(m.runs) for name, m in result.methods.items()},
         "machine": result.machine if result else None,
         "versions": result.versions if result else None,
         "created": result.created if result else None,

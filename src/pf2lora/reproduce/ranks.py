@@ -6,10 +6,11 @@ Read from finished results: every client of every seed is a point. Its rank is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,14 +30,14 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Point:
-    """A client with one seed: its traits, its mean rank, and the rank in every layer."""
+    """A client with one seed: its traits, its mean rank, and the rank in every layer by name."""
 
     run: str
     seed: int
     client: str
     traits: Mapping[str, float]
     rank: float
-    layers: tuple[int, ...]
+    layers: Mapping[str, int]
 
 
 def points(result: Result, method: str) -> list[Point]:
@@ -56,8 +57,9 @@ def points(result: Result, method: str) -> list[Point]:
                 "own share": (last.client_share or losses)[k] if last.client_share else None,
             }
             known = {name: float(value) for name, value in traits.items() if value is not None}
-            ranks = tuple(last.ranks[k])
-            found.append(Point(result.title, run.seed, client.name, known, float(np.mean(ranks)), ranks))
+            ranks = dict(zip(run.layers, last.ranks[k], strict=True))
+            mean = float(np.mean(last.ranks[k]))
+            found.append(Point(result.title, run.seed, client.name, known, mean, ranks))
     return found
 
 
@@ -86,21 +88,54 @@ def mean_ranks(values: np.ndarray) -> np.ndarray:
     return (ends - (counts + 1) / 2)[inverse]
 
 
-def correlations(found: Sequence[Point]) -> dict[str, Estimate | None]:
-    """Spearman's ρ of the rank with each trait: the mean over runs and seeds."""
-    by_seed = [
-        list(group)
-        for _, group in groupby(sorted(found, key=lambda p: (p.run, p.seed)), lambda p: (p.run, p.seed))
-    ]
+def by_seed(found: Sequence[Point]) -> Iterator[list[Point]]:
+    """The clients of each run and seed."""
+    for _, group in groupby(sorted(found, key=lambda p: (p.run, p.seed)), lambda p: (p.run, p.seed)):
+        yield list(group)
+
+
+def correlations(found: Sequence[Point], layer: str | None = None) -> dict[str, Estimate | None]:
+    """Spearman's ρ of the rank (the mean one, or that of a layer) with each trait: the mean over runs and seeds."""
     values: dict[str, Estimate | None] = {}
     for trait in TRAITS:
         each = [
-            spearman([p.traits[trait] for p in group], [p.rank for p in group])
-            for group in by_seed
-            if all(trait in p.traits for p in group)
+            spearman(
+                [p.traits[trait] for p in group],
+                [p.rank if layer is None else p.layers[layer] for p in group],
+            )
+            for group in by_seed(found)
+            if all(trait in p.traits and (layer is None or layer in p.layers) for p in group)
         ]
         values[trait] = estimate(rho for rho in each if rho is not None)
     return values
+
+
+@dataclass(frozen=True)
+class LayerRanks:
+    """A layer's ranks: their mean, how far apart the clients of a run are (mean over runs and seeds), and ρ."""
+
+    layer: str
+    mean: float
+    range: float
+    rho: Mapping[str, Estimate | None]
+
+
+def layer_ranks(found: Sequence[Point]) -> list[LayerRanks]:
+    """Every layer of the runs, in the model's order."""
+    layers = []
+    for name in dict.fromkeys(name for p in found for name in p.layers):
+        groups = [[p.layers[name] for p in group if name in p.layers] for group in by_seed(found)]
+        ranges = [max(ranks) - min(ranks) for ranks in groups if ranks]
+        mean = float(np.mean([rank for ranks in groups for rank in ranks]))
+        layers.append(LayerRanks(name, mean, float(np.mean(ranges)), correlations(found, name)))
+    return layers
+
+
+def to_json(found: Sequence[Point], method: str) -> dict[str, Any]:
+    """Every point and every correlation, for programs."""
+    rho = {trait: None if value is None else asdict(value) for trait, value in correlations(found).items()}
+    layers = [asdict(layer) for layer in layer_ranks(found)]
+    return {"method": method, "rho": rho, "layers": layers, "points": [asdict(p) for p in found]}
 
 
 def markdown(found: Sequence[Point], method: str) -> str:
@@ -119,6 +154,15 @@ def markdown(found: Sequence[Point], method: str) -> str:
         same = list(group)
         cells = [mean_of([p.traits[trait] for p in same if trait in p.traits]) for trait in TRAITS]
         lines.append(f"| {run} | {client} | {' | '.join(cells)} | {mean_of([p.rank for p in same])} |")
+    lines += ["", f"| layer | mean rank | apart | {' | '.join(f'ρ with {trait}' for trait in TRAITS)} |"]
+    lines.append("| --- |" + " ---: |" * (len(TRAITS) + 2))
+    for layer in layer_ranks(found):
+        cells = [shown(layer.rho[trait]) for trait in TRAITS]
+        lines.append(f"| {layer.layer} | {layer.mean:.2f} | {layer.range:.2f} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "apart: the largest rank of a client less the smallest, in one run; the mean over runs and seeds.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -150,6 +194,32 @@ def draw(found: Sequence[Point], folder: Path) -> list[Path]:
         axes[0][0].set(ylabel="learned rank, mean over layers")
         axes[0][0].legend(frameon=False, fontsize=6)
         return save(figure, folder, "ranks")
+
+
+def draw_layers(found: Sequence[Point], folder: Path) -> list[Path]:
+    """Every client's rank in every layer, the mean over seeds; the clients that differ most come first."""
+    import matplotlib.pyplot as plt
+
+    layers = list(dict.fromkeys(name for p in found for name in p.layers))
+    rows = {}
+    order = sorted(found, key=lambda p: (-p.traits.get("difference", 0.0), p.run, p.client))
+    for key in dict.fromkeys((p.run, p.client) for p in order):
+        same = [p for p in found if (p.run, p.client) == key]
+        rows[key] = [
+            float(np.mean([p.layers[name] for p in same if name in p.layers] or [np.nan])) for name in layers
+        ]
+    several = len({run for run, _ in rows}) > 1
+    with plt.rc_context(STYLE):
+        size = (2.4 + 0.28 * len(layers), 1.6 + 0.22 * len(rows))
+        figure, place = plt.subplots(figsize=size, layout="constrained")
+        picture = place.imshow(list(rows.values()), aspect="auto", cmap="Blues")
+        place.set_yticks(
+            range(len(rows)), [f"{run}, {client}" if several else client for run, client in rows]
+        )
+        place.set_xticks(range(len(layers)), layers, rotation=90, fontsize=6)
+        place.set_title("learned rank; the clients whose labels differ most first", loc="left")
+        figure.colorbar(picture, ax=place)
+        return save(figure, folder, "ranks-by-layer")
 
 
 def two_level(result: Result) -> list[str]:
