@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from little_world import FAST, World, command_line, make_world
 from terminal import on_a_terminal, plain
 
@@ -277,7 +279,7 @@ def test_a_callback_that_fails_fails_the_run(world: World) -> None:
 # --- how often a run is evaluated --------------------------------------------------------------------------
 
 
-def test_the_cost_is_counted_in_rows_and_only_on_a_cpu(world: World, monkeypatch: Any) -> None:
+def test_evaluation_has_its_share_of_a_run_counted_in_rows(world: World, monkeypatch: Any) -> None:
     changes: dict[str, Any] = {"rounds": 20, "steps": 1, "batch_size": 4, "test_ratio": 0.8}
     config = from_settings(world.settings(**changes))
     workload = load_workload(config)
@@ -285,11 +287,14 @@ def test_the_cost_is_counted_in_rows_and_only_on_a_cpu(world: World, monkeypatch
     monkeypatch.setattr("pf2lora.run.cadence.FEW_ROWS", 2 * rows + 1)
     assert evaluation_cost(workload) == 0 and said_aloud(workload) == config
     monkeypatch.setattr("pf2lora.run.cadence.FEW_ROWS", 10)
-    assert evaluation_cost(workload) == 2 * rows / (3 * 3 * 4)
+    rounds = 2 * rows / (3 * 3 * 4)  # as much as an evaluation passes through the model
+    assert evaluation_cost(workload) == pytest.approx(4 * rounds)  # one part in five on a CPU
     assert rounds_to_evaluate(workload) == {20}
     assert said_aloud(workload).training.evaluate_every == 20  # for a rehearsal's server, which sees no rows
     without = load_workload(from_settings(world.settings(**changes, evaluate_before=False)))
-    assert evaluation_cost(without) == rows / (3 * 3 * 4)
+    assert evaluation_cost(without) == pytest.approx(2 * rounds)
+    elsewhere = replace(workload, device=torch.device("cuda"))
+    assert evaluation_cost(elsewhere) == pytest.approx(9 * rounds)  # one in ten on an accelerator
 
 
 def test_what_is_before_averaging_can_be_left_out(world: World) -> None:

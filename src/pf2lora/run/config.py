@@ -75,7 +75,7 @@ class TrainingSettings:
     group_by_length: bool = setting(True, "rows of like length share a batch, which pads less")
     evaluate_every: int | None = setting(
         None,
-        "rounds between evaluations (default: about ten in a run; on a CPU as few as take a fifth of the time)",
+        "rounds between evaluations (default: about ten in a run, or as few as take a tenth of its time)",
     )
     evaluate_before: bool = setting(
         True, "measure what clients have before averaging, too; off: only what they are served"

@@ -62,9 +62,9 @@ def evaluation_rounds(training: TrainingSettings, cost: float = 0.0) -> set[int]
 
 
 def measured_rounds(rounds: int, every: int | None, cost: float = 0.0) -> set[int]:
-    """The last always, and each so many; about ten in all where nobody says. Where measuring once costs as much as
-    `cost` rounds of training, only as often as leaves it a fifth of all the time."""
-    times = min(10, max(1, int(rounds / 4 / cost))) if cost else 10
+    """The last always, and each so many; where nobody says, about ten in all, and no more than one for each `cost`
+    rounds."""
+    times = min(10, max(1, int(rounds / cost))) if cost else 10
     every = every or -(-rounds // times)
     return {*range(every, rounds + 1, every), rounds}
 
