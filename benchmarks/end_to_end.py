@@ -1,6 +1,6 @@
 """A whole run of SST-2, from rows to exported adapters, beside what a user would run instead.
 
-(a) this project: `pf2lora.federate` with its defaults (evaluation about ten times at both points of a round, what each
+(a) this project: `pf2lora.federate` with its defaults (evaluation as often as takes a tenth of the time, at both points of a round, what each
     client deploys chosen on validation rows, adapters in PEFT's format, cards, report), with HOMLoRA and with PF2LoRA;
 (b) PEFT and a loop of one's own: one base model, the clients one after another, their adapter and head put in place,
     AdamW, shuffled batches padded to their longest row; HOMLoRA, evaluated as often, what is served only;
@@ -37,12 +37,12 @@ from transformers import (
 from pf2lora.atomic import write_json
 from pf2lora.cli.show import quiet_libraries
 from pf2lora.run.api import run
+from pf2lora.run.cadence import rounds_to_evaluate
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import Config, from_settings
 from pf2lora.run.workload import DTYPES, Workload, choose_device
 
 RANK = 8
-EVALUATIONS = 10
 
 
 def our_config(given: argparse.Namespace, method: str) -> Config:
@@ -200,14 +200,15 @@ def theirs(given: argparse.Namespace, way: str) -> dict[str, Any]:
     a_round = sum(rest) / len(rest)
     evaluation = timed(one.evaluate, one.device) if way == "peft" else 0.0
     export = timed(one.export, one.device)
-    whole = before + first + (given.rounds - 1) * a_round + EVALUATIONS * evaluation + export
+    evaluations = len(rounds_to_evaluate(workload)) * evaluation  # as often as ours
+    whole = before + first + (given.rounds - 1) * a_round + evaluations + export
     return {
         "way": way,
         "method": "homlora",
         "seconds": whole,
         "steps_seconds": first + (given.rounds - 1) * a_round,
         "ms_a_step": 1000 * a_round / workload.config.training.steps,
-        "evaluation_seconds": EVALUATIONS * evaluation,
+        "evaluation_seconds": evaluations,
         "rounds_timed": given.their_rounds,
     }
 
