@@ -1,7 +1,8 @@
 """A whole run of SST-2, from rows to exported adapters, beside what a user would run instead.
 
-(a) this project: `pf2lora.federate` with its defaults (evaluation as often as takes a tenth of the time, at both points of a round, what each
-    client deploys chosen on validation rows, adapters in PEFT's format, cards, report), with HOMLoRA and with PF2LoRA;
+(a) this project: `pf2lora.federate` with its defaults (evaluation as often as takes a tenth of the time, at both points
+    of a round; what each client deploys chosen on validation rows, adapters in PEFT's format, cards, report), with
+    HOMLoRA and with PF2LoRA;
 (b) PEFT and a loop of one's own: one base model, the clients one after another, their adapter and head put in place,
     AdamW, shuffled batches padded to their longest row; HOMLoRA, evaluated as often, what is served only;
 (c) transformers' Trainer for every client and round on the same model, as Flower's and NVIDIA FLARE's examples do with

@@ -6,14 +6,15 @@ import shlex
 from pathlib import Path
 
 import pytest
-from in_parallel import read_commands
 
-from pf2lora.reproduce.preset import load_preset
+from pf2lora.reproduce.presets import load_preset
 from pf2lora.reproduce.regret.tasks import TASKS
 from pf2lora.reproduce.regret.variants import choose_variants
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = read_commands(ROOT / "benchmarks" / "jobs" / "accelerator.txt")
+FILE = ROOT / "benchmarks" / "jobs" / "accelerator.txt"
+LINES = (line.split("#")[0].strip() for line in FILE.read_text(encoding="utf8").splitlines())
+COMMANDS = [line for line in LINES if line]  # as in_parallel.py reads them
 
 
 def values_of(words: list[str], flag: str) -> list[str]:
