@@ -74,15 +74,15 @@ def draw_bars(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> No
         for at, (_, rows) in enumerate(group):
             for row in rows:
                 x = at + (names.index(row.method) - (len(names) - 1) / 2) * width
-                _bar(axes, row, x, width, quantity, colour(row.method))
+                draw_bar(axes, row, x, width, quantity, colour(row.method))
         axes.set_xticks(range(len(group)), [finding.run.label for finding, _ in group])
         axes.set_ylabel(quantity.label)
         plain(axes)
     two = any(row.before for _, group in groups.values() for _, rows in group for row in rows)
-    _legend(figure, names, "bars at two points" if two else "bars")
+    legend(figure, names, "bars at two points" if two else "bars")
 
 
-def _bar(axes: Any, row: Row, x: float, width: float, quantity: Quantity, shade: str) -> None:
+def draw_bar(axes: Any, row: Row, x: float, width: float, quantity: Quantity, shade: str) -> None:
     """One method's bar and marks."""
     if row.served is not None:
         value, deviation = row.served.mean * quantity.times, row.served.deviation
@@ -118,7 +118,7 @@ def draw_lines(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> N
         axes.set_title(of, loc="left")
         axes.set(xlabel=preset.axis, ylabel=quantity.label, xscale="log" if spread else "linear")
         plain(axes)
-    _legend(figure, names, "lines")
+    legend(figure, names, "lines")
 
 
 def _mean(row: Row) -> float:
@@ -143,10 +143,11 @@ def draw_losses(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> 
         for axes, label in zip(pair, ("training loss", "training perplexity")):
             axes.set(xlabel="round", ylabel=f"{finding.run.label}: {label}", yscale="log")
             plain(axes)
-    _legend(figure, names, "losses")
+    legend(figure, names, "losses")
 
 
-def _legend(figure: Figure, names: Sequence[str], kind: str) -> None:
+def legend(figure: Figure, names: Sequence[str], kind: str, columns: int = 4) -> None:
+    """Below a figure: its methods, and its marks by the `kind` of figure."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -154,14 +155,14 @@ def _legend(figure: Figure, names: Sequence[str], kind: str) -> None:
     handles: list[Any] = [Patch(color=colour(name), label=label) for name, label in labels.items()]
     if kind.startswith("bars"):
         handles.append(Line2D([], [], color=INK, linewidth=1.6, label="the paper"))
-    if kind == "bars at two points":
+    if kind.endswith("two points"):
         circle: Any = {"marker": "o", "markersize": 3.5, "linestyle": "", "markeredgecolor": INK}
         handles.append(Line2D([], [], color="white", label="before averaging", **circle))
     if kind == "lines":
         handles.append(
             Line2D([], [], color=INK, marker="D", markersize=3, linestyle=DASHED, label="the paper")
         )
-    figure.legend(handles=handles, loc="outside lower left", ncols=4, frameon=False)
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False)
 
 
 FIGURES: dict[str, Callable[[Figure, Preset, Sequence[Finding]], None]] = {
