@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -14,12 +15,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from little_world import command_line
 
 from pf2lora.errors import UserError
 from pf2lora.serve.access import Access, is_loopback, one_token, read_token_file, read_tokens
+from pf2lora.serve.server import make_server
+from pf2lora.serve.service import Limits
 
 LONG = "0123456789abcdef"
+
+
+def test_a_server_leaves_other_handlers_of_its_process_alone() -> None:
+    """uvicorn's own way to set up logging closes every handler there is; one of them (absl's) then closes its stream."""
+    closed = []
+
+    class Handler(logging.Handler):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    handler = Handler()
+    make_server(FastAPI(), Limits())
+    assert not closed
+    handler.close()
 
 
 def test_a_stranger_serves_a_run_from_another_folder_and_stops_it(

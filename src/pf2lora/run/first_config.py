@@ -83,6 +83,10 @@ def commented_toml(settings: Mapping[str, Any]) -> str:
         given = dict(tables.get(table, {}))
         lines = [f'name = "{given.pop("name")}"  # {", ".join(TASKS)}'] if table == "task" and given else []
         defaults = to_table(known())
+        # A default that a machine decides is left to the machine that the run is on.
+        defaults |= {
+            n: f.default for n, f in settings_of(known).items() if n in defaults and f.default == "auto"
+        }
         for name, field in settings_of(known).items():
             if name in given:
                 lines.append(_line(name, given[name], field.metadata["help"]))

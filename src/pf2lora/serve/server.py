@@ -52,6 +52,7 @@ def make_server(
 ) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
+        log_config=None,  # the process's logging is not the server's: setting it anew closes handlers of others
         log_level="warning",
         access_log=False,
         server_header=False,
