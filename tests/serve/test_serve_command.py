@@ -27,7 +27,7 @@ LONG = "0123456789abcdef"
 
 
 def test_a_server_leaves_other_handlers_of_its_process_alone() -> None:
-    """uvicorn's own way to set up logging closes every handler there is; one of them (absl's) then closes its stream."""
+    """uvicorn's own way to set up logging closes every handler there is, of which absl's then closes its stream."""
     closed = []
 
     class Handler(logging.Handler):
