@@ -15,12 +15,13 @@ from pf2lora.core.second_order import differentiable_twice
 from pf2lora.engines.accumulation import mean_loss
 from pf2lora.engines.batches import Batch
 from pf2lora.engines.local import Schedule, train
+from pf2lora.engines.room import Rooms
 from pf2lora.tasks.classification.task import Classification
 
 
 def in_parts(p: Problem, rows: int | None) -> Problem:
     task = Classification(None, ["0", "1", "2"])  # type: ignore[arg-type]
-    task.micro_batch = rows
+    task.rooms = Rooms.of(rows=rows)
     model = p.model
     assert model is not None
     return p._replace(F=lambda x, y, batch: task.loss(model, x, y, batch))
@@ -47,7 +48,7 @@ def test_rows_that_weigh_differently(rows: int, monkeypatch: pytest.MonkeyPatch)
     """Targets of several lengths: a client's mean is over its tokens, not over its parts."""
     model, x, y = two_level("gpt2")
     expected = loss_and_gradients(model, x, y, whole())
-    monkeypatch.setattr(TASK, "micro_batch", rows)
+    monkeypatch.setattr(TASK, "rooms", Rooms.of(rows=rows))
     for repeated in (False, True):
         model.repeat_layers(repeated)
         for ours, full in zip(loss_and_gradients(model, x, y, whole()), expected):
@@ -92,7 +93,8 @@ def test_a_setting_reaches_the_task(world_settings: dict[str, Any]) -> None:
     from pf2lora.run.config import from_settings
     from pf2lora.run.workload import load_workload
 
-    assert load_workload(from_settings(world_settings | {"micro_batch": 3}, "test")).task.micro_batch == 3
+    workload = load_workload(from_settings(world_settings | {"micro_batch": 3}, "test"))
+    assert workload.task.rooms.training.rows == 3
 
 
 @pytest.fixture

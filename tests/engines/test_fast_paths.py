@@ -107,6 +107,11 @@ class StandInGraph:
 
     def hold(self, step: Any, state: State, out: tuple[State, StepStats]) -> None:
         self.step, self.state, self.out = step, state, out
+        self.before = over_tensors(torch.clone, state)
+
+    def close(self) -> None:
+        """Nothing is computed while a graph is recorded: what was written meanwhile was not."""
+        over_tensors(lambda place, old: place.copy_(old), self.state, self.before)
 
     def replay(self) -> None:
         StandInGraph.replays += 1
@@ -127,6 +132,7 @@ def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         StandInGraph.recording = graph
         yield
         StandInGraph.recording = None
+        graph.close()
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)

@@ -31,9 +31,7 @@ def trial(workload: Workload, request: pytest.FixtureRequest) -> Iterator[Trial]
     training = replace(workload.config.training, clients_per_pass=settings.get("clients_per_pass", "auto"))
     config = replace(workload.config, model=model, training=training)
     made = set_up(replace(workload, config=config), "pf2lora", 0, 1)
-    before = workload.task.clients_per_pass, workload.task.micro_batch
     yield made
-    workload.task.clients_per_pass, workload.task.micro_batch = before
     made.model.remove()
 
 
@@ -46,15 +44,15 @@ def learners(trial: Trial) -> int:
 
 
 def test_where_everybody_fits_nothing_changes(trial: Trial) -> None:
-    found, said = chosen(trial, peak, FIXED + learners(trial) * PLAIN)
-    assert (found.schedule, said) == (trial.schedule, "") and not trial.model.repeats_layers
+    said = chosen(trial, peak, FIXED + learners(trial) * PLAIN)
+    assert (trial.room.clients, said) == (None, "") and not trial.model.repeats_layers
 
 
 def test_large_passes_are_made_smaller(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clients keep the device busy: running layers again would cost more."""
     monkeypatch.setattr(fitting, "SATURATED", 2 * fitting.tokens(trial))
-    found, said = chosen(trial, peak, FIXED + 3 * PLAIN)
-    assert found.schedule.clients_per_pass == trial.workload.task.clients_per_pass == 3
+    said = chosen(trial, peak, FIXED + 3 * PLAIN)
+    assert trial.room.clients == 3
     assert not trial.model.repeats_layers
     everybody = learners(trial)
     assert (
@@ -64,37 +62,37 @@ def test_large_passes_are_made_smaller(trial: Trial, monkeypatch: pytest.MonkeyP
 
 
 def test_small_passes_run_layers_again(trial: Trial) -> None:
-    found, said = chosen(trial, peak, FIXED + 3 * PLAIN)
-    assert trial.model.repeats_layers and found.schedule.clients_per_pass is None
+    said = chosen(trial, peak, FIXED + 3 * PLAIN)
+    assert trial.model.repeats_layers and trial.room.clients is None
     assert (
         said == "to fit into the device's memory, layers are run again for the gradient (--checkpointing on)"
     )
 
 
 def test_both_where_one_is_not_enough(trial: Trial) -> None:
-    found, said = chosen(trial, peak, FIXED + 2 * AGAIN)
-    assert trial.model.repeats_layers and found.schedule.clients_per_pass == 2
+    said = chosen(trial, peak, FIXED + 2 * AGAIN)
+    assert trial.model.repeats_layers and trial.room.clients == 2
     assert "run again" in said and "2 of" in said
 
 
 def test_a_device_without_room_for_one_is_left_to_find_out(trial: Trial) -> None:
-    found, _ = chosen(trial, lambda *_: None, 10)
-    assert trial.model.repeats_layers and found.schedule.clients_per_pass == 1
+    chosen(trial, lambda *_: None, 10)
+    assert trial.model.repeats_layers and trial.room.clients == 1
 
 
 @pytest.mark.parametrize("trial", [{"checkpointing": "off"}, {"checkpointing": "on"}], indirect=True)
 def test_what_the_user_says_is_done(trial: Trial) -> None:
     wanted = trial.workload.config.model.checkpointing == "on"
-    found, said = chosen(trial, peak, FIXED + 2 * (AGAIN if wanted else PLAIN))
-    assert trial.model.repeats_layers is wanted and found.schedule.clients_per_pass == 2
+    said = chosen(trial, peak, FIXED + 2 * (AGAIN if wanted else PLAIN))
+    assert trial.model.repeats_layers is wanted and trial.room.clients == 2
     assert "run again" not in said  # nobody needs to be told what they asked for
 
 
 @pytest.mark.parametrize("trial", [{"clients_per_pass": 2}], indirect=True)
 def test_no_more_than_the_user_lets_share_a_pass(trial: Trial) -> None:
     assert clients_asked(trial) == 2
-    found, said = chosen(trial, peak, FIXED + 2 * PLAIN)
-    assert (found.schedule.clients_per_pass, said) == (2, "")
+    said = chosen(trial, peak, FIXED + 2 * PLAIN)
+    assert (trial.room.clients, said) == (2, "")
 
 
 def test_how_many_fit(trial: Trial) -> None:
@@ -106,7 +104,7 @@ def test_how_many_fit(trial: Trial) -> None:
 
 
 def test_the_measured_step_has_the_longest_rows(trial: Trial) -> None:
-    batch = longest(trial, 2)
+    batch = longest(trial.source.data, 2, trial.source.size, keyed=trial.source.keyed)
     assert batch.length == trial.source.data.lengths.max() and batch.clients == 2
     state = trial.method.init(trial.state.x[:2], trial.state.y[:2])
     _, stats = trial.method.step(trial.F, state, *[batch] * trial.method.draws)
@@ -126,19 +124,17 @@ def test_the_peak_of_a_step_grows_with_its_clients(tmp_path_factory: pytest.Temp
     one, two = (fitting.peak_of_step(made, clients) for clients in (1, 2))
     assert one is not None and two is not None and one < two
     found, said = fitted(made)
-    assert (found.schedule, said) == (made.schedule, "")
+    assert (found.room.clients, said) == (None, "")
     tight = two - (two - one) // 2
-    found, said = chosen(made, fitting.peak_of_step, tight)
-    assert said and (made.model.repeats_layers or found.schedule.clients_per_pass == 1)
+    said = chosen(made, fitting.peak_of_step, tight)
+    assert said and (made.model.repeats_layers or made.room.clients == 1)
     made.model.remove()
 
 
 def test_a_batch_in_parts_where_one_client_is_too_much(trial: Trial) -> None:
-    task = trial.workload.task
-
     def by_rows(trial: Trial, clients: int) -> int:
-        return FIXED + clients * AGAIN * (task.micro_batch or trial.source.size)
+        return FIXED + clients * AGAIN * (trial.room.rows or trial.source.size)
 
-    found, said = chosen(trial, by_rows, FIXED + AGAIN)
-    assert task.micro_batch == 1 and found.schedule.clients_per_pass == 1
+    said = chosen(trial, by_rows, FIXED + AGAIN)
+    assert (trial.room.rows, trial.room.clients) == (1, 1)
     assert "a batch's rows are computed 1 at a time (--micro-batch 1)" in said

@@ -158,11 +158,7 @@ class LocalTraining:
                     variant, self.F, part, self.source, together, done, self.steps, *how
                 )
 
-            def undo(told: Told = told) -> None:
-                told.undo()
-                self.stepper.forget()
-
-            for together, (part, trained, stats) in self.room.passes(alike, train, undo):
+            for together, (part, trained, stats) in self.room.passes(alike, train, told.undo):
                 bad = ledger.judge(together, stats.loss, change(part, trained))
                 good = [column for column, i in enumerate(together) if i not in bad]
                 if good:

@@ -175,6 +175,7 @@ class Joining:
                 device=self.run.device,
                 on_step=on_step,
                 judges=None if self.workload.validation is None else partial(sampled_judge, trial),
+                room=trial.room,
             ):
                 if done.number in measured:
                     yield done

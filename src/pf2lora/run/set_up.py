@@ -18,6 +18,7 @@ from pf2lora.core.rates import RateSchedule
 from pf2lora.engines.batches import Encoded, EncodedSource
 from pf2lora.engines.local import Schedule
 from pf2lora.engines.rates import Rates
+from pf2lora.engines.room import Room, Rooms
 from pf2lora.engines.share import Share
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
@@ -67,6 +68,11 @@ class Trial:
     def names(self) -> list[str]:
         """Of one seed's learners, in all processes."""
         return list(self.source.clients) if self.method.pooled else self.whole.names
+
+    @property
+    def room(self) -> Room:
+        """How much of a local step shares a pass."""
+        return self.workload.task.rooms.training
 
     @property
     def rates(self) -> Rates:
@@ -126,6 +132,9 @@ def set_up(
         rows = whole.train.pooled() if kind.pooled else workload.train
         learners = len(participants(seeds[0], 1, len(whole.clients), schedule.participation))
         size = method.batch_size(config.training.batch_size, learners)
+        # The trial's own: a method that takes more memory leaves the others theirs.
+        rooms = Rooms.of(config.training.most_per_pass, config.training.micro_batch or size)
+        workload = replace(workload, task=workload.task.in_rooms(rooms))
         source = batch_source(config, rows, names, seeds, size, method.draws)
         first = zip(*(model.initial(seed, names) for seed in seeds))
         state = method.init(*(torch.cat(t) for t in first))  # on the host: the engine moves whom it trains

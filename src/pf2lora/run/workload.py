@@ -18,6 +18,7 @@ from pf2lora.data.memory import Tables
 from pf2lora.data.suspicions import few_rows
 from pf2lora.engines.batches import Encoded
 from pf2lora.engines.processes import ALONE, Processes, current
+from pf2lora.engines.room import Rooms
 from pf2lora.errors import UserError
 from pf2lora.run.config import Config
 from pf2lora.tasks.base import Task
@@ -71,7 +72,7 @@ def load_workload(
         clients = load_clients(config.task, config.data, seed, labels=agreed, notes=notes, tables=tables)
     notes += few_rows(clients, config.training.batch_size)
     task = build_task(config, agreed or config.task.labels(clients), metric)
-    task.clients_per_pass, task.micro_batch = config.training.most_per_pass, config.training.micro_batch
+    task.rooms = Rooms.of(config.training.most_per_pass, config.training.micro_batch)
     base = load_base(config, task, device)
     train = task.encode([client.train for client in clients], training=True).to(device)
     test = task.encode([client.test for client in clients], training=False).to(device)
