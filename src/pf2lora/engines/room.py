@@ -63,7 +63,8 @@ class Room:
 
     def halve(self, clients: int, rows: int) -> None:
         """There was no memory for so many clients with so many rows of each."""
-        self.give_back()
+        if not self.give_back():
+            free_memory()  # of what was tried
         if clients > 1:
             self.clients, tried, now = clients // 2, f"{clients} clients", clients // 2
         elif rows > 1:
@@ -80,9 +81,10 @@ class Room:
 
     def give_back(self) -> bool:
         """Let those who hold memory give it back; whether there was any."""
-        gave = [holder.forget() for holder in list(self.holders)]
-        free_memory()
-        return any(gave)
+        gave = any([holder.forget() for holder in list(self.holders)])
+        if gave:
+            free_memory()
+        return gave
 
 
 @dataclass
