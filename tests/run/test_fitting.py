@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from little_world import make_world
 
-from pf2lora.run import fitting
+from pf2lora.core.method import tensors_of
+from pf2lora.engines.local import home_of
+from pf2lora.run import baselines, fitting
 from pf2lora.run.config import from_settings
-from pf2lora.run.fitting import chosen, clients_asked, clients_within, fitted, longest
+from pf2lora.run.fitting import chosen, clients_asked, clients_within, fit_answers, fitted, longest
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import Workload, load_workload
 
@@ -29,6 +32,7 @@ def trial(workload: Workload, request: pytest.FixtureRequest) -> Iterator[Trial]
     settings = getattr(request, "param", {})
     model = replace(workload.config.model, checkpointing=settings.get("checkpointing", "auto"))
     training = replace(workload.config.training, clients_per_pass=settings.get("clients_per_pass", "auto"))
+    training = replace(training, participation=settings.get("participation", 1.0))
     config = replace(workload.config, model=model, training=training)
     made = set_up(replace(workload, config=config), "pf2lora", 0, 1)
     yield made
@@ -138,3 +142,52 @@ def test_a_batch_in_parts_where_one_client_is_too_much(trial: Trial) -> None:
     said = chosen(trial, by_rows, FIXED + AGAIN)
     assert (trial.room.rows, trial.room.clients) == (1, 1)
     assert "a batch's rows are computed 1 at a time (--micro-batch 1)" in said
+
+
+@pytest.mark.parametrize("trial", [{"participation": 0.4}], indirect=True)
+def test_who_does_not_take_part_waits_on_the_host_where_all_would_not_fit(trial: Trial) -> None:
+    """Four of six learners take part. A pass of all of them, as there is at the end, and all of their states fit: all
+    stay on the device. They do not: there is room for those who take part alone."""
+    asked, states = clients_asked(trial), sum(t.nbytes for t in tensors_of(trial.state))
+    assert asked == 4 < learners(trial) == 6
+    everybody = FIXED + 6 * PLAIN + fitting.COPIES * states
+    assert chosen(trial, peak, everybody) == "" and trial.room.clients is None
+    assert chosen(trial, peak, everybody - 1) == "" and trial.room.clients == asked
+    assert home_of(6, trial.room, torch.device("cuda")).type == "cpu"
+
+
+def test_answers_have_room_of_their_own(trial: Trial) -> None:
+    rooms, everybody = trial.workload.task.rooms, learners(trial)
+    fit_answers(trial, peak, FIXED + everybody * PLAIN)
+    assert rooms.answering.clients is None
+    fit_answers(trial, peak, FIXED + 2 * PLAIN)
+    assert (rooms.answering.clients, rooms.answering.rows) == (2, None) and rooms.training.clients is None
+
+    def by_rows(trial: Trial, clients: int) -> int:
+        return FIXED + clients * (rooms.answering.rows or trial.workload.task.evaluation_batch)
+
+    fit_answers(trial, by_rows, FIXED + 20)
+    assert (rooms.answering.clients, rooms.answering.rows) == (1, 16)
+    fit_answers(trial, lambda *_: None, 10)
+    assert (rooms.answering.clients, rooms.answering.rows) == (1, 1)  # which is left to find out
+
+
+def test_baselines_are_fitted_before_they_are_measured(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def fitted_to_answer(trial: Trial) -> Trial:
+        calls.append("fitted")
+        return trial
+
+    measure_all = baselines.measure_all
+
+    def measured(*args: Any) -> Any:
+        calls.append("measured")
+        return measure_all(*args)
+
+    monkeypatch.setattr(baselines, "fitted_to_answer", fitted_to_answer)
+    monkeypatch.setattr(baselines, "measure_all", measured)
+    baselines.untrained(workload)
+    assert calls == ["fitted", "measured"]

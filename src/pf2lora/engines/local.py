@@ -154,8 +154,7 @@ def train(
     compare = schedule.compare_updates
     ledger = UpdateLedger(len(names), clients, compare=compare, largest=after.largest, numbers=here)
     first = state
-    all_at_once = room.clients is None or room.clients >= len(here)
-    home = torch.device(device if all_at_once else "cpu")  # waiting clients stay off the device
+    home = home_of(len(here), room, torch.device(device))
     state = over_tensors(lambda t: own_copy(t, home, waits_for=torch.device(device)), state)
     served = state
     stepper = make_stepper(F, device, graphs=graphs)
@@ -213,6 +212,12 @@ def train(
         after = After(number, tuple(steps_done), tuple(ledger.largest), servers)
         left_out, seconds = dict(sorted(bad.items())), time.perf_counter() - started
         yield Round(number, chosen, stats, state, served, common, seconds, left_out, after)
+
+
+def home_of(learners: int, room: Room, device: torch.device) -> torch.device:
+    """Where the learners' states are between their passes: on the device where all of them fit into one, else on the
+    host. Where few take part in a round, so few are what there is room for, however many wait."""
+    return device if room.clients is None or room.clients >= learners else torch.device("cpu")
 
 
 def own_copy(tensor: Tensor, home: torch.device, waits_for: torch.device) -> Tensor:

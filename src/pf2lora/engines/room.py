@@ -81,10 +81,10 @@ class Room:
 
     def give_back(self) -> bool:
         """Let those who hold memory give it back; whether there was any."""
-        gave = any([holder.forget() for holder in list(self.holders)])
-        if gave:
+        gave = [holder.forget() for holder in list(self.holders)]
+        if any(gave):
             free_memory()
-        return gave
+        return any(gave)
 
 
 @dataclass
