@@ -18,7 +18,7 @@ from tiny import CONFIGS, tiny_data, tiny_model, tiny_problem
 from pf2lora.adapters.architectures import ARCHITECTURES, needed_mask
 from pf2lora.core.method import State, StepStats, over_tensors
 from pf2lora.core.rates import RateSchedule
-from pf2lora.engines import local
+from pf2lora.engines import local, stepper
 from pf2lora.engines.batches import EncodedSource, batch_rows_by_length, stream_rows
 from pf2lora.engines.local import Schedule, train
 from pf2lora.engines.room import Room
@@ -195,15 +195,15 @@ def test_replays_begin_where_the_last_step_ended(
 
 
 def recorded_run(
-    stepper: GraphStepper,
+    steps: GraphStepper,
     monkeypatch: pytest.MonkeyPatch,
     room: Room | None = None,
     per_pass: int | None = None,
 ) -> torch.Tensor:
     """The end of a run with steps of several lengths, by this stepper."""
-    monkeypatch.setattr(local, "make_stepper", lambda F, device, graphs: stepper)
+    monkeypatch.setattr(local, "make_stepper", lambda F, device, graphs: steps)
     p = tiny_problem("roberta")
-    stepper.F = p.F
+    steps.F = p.F
     method = METHODS["homlora"](p.layout)
     assert isinstance(p.source, EncodedSource)
     source = replace(p.source, window=4, alike=method.draws)
@@ -216,15 +216,15 @@ def test_recordings_of_one_shape_share_their_states_place(
     stand_in_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A state as large as all clients' is there once, and not once for each length of a batch."""
-    stepper = GraphStepper(lambda x, y, batch: x.sum(1))
-    recorded_run(stepper, monkeypatch)
-    states = [recording.state for recording in stepper.recordings.values()]
-    assert len(states) > 1 and all(state is states[0] for state in states) and len(stepper.places) == 1
-    stepper = GraphStepper(lambda x, y, batch: x.sum(1))
-    recorded_run(stepper, monkeypatch, per_pass=2)
-    places = {id(recording.state) for recording in stepper.recordings.values()}
-    assert len(places) == len(stepper.places) == 2  # of two clients, and of one
-    assert stepper.forget() and not stepper.places and not stepper.forget()
+    steps = GraphStepper(lambda x, y, batch: x.sum(1))
+    recorded_run(steps, monkeypatch)
+    states = [recording.state for recording in steps.recordings.values()]
+    assert len(states) > 1 and all(state is states[0] for state in states) and len(steps.places) == 1
+    steps = GraphStepper(lambda x, y, batch: x.sum(1))
+    recorded_run(steps, monkeypatch, per_pass=2)
+    places = {id(recording.state) for recording in steps.recordings.values()}
+    assert len(places) == len(steps.places) == 2  # of two clients, and of one
+    assert steps.forget() and not steps.places and not steps.forget()
 
 
 def test_other_recordings_give_way_before_a_pass_is_halved(
@@ -241,10 +241,12 @@ def test_other_recordings_give_way_before_a_pass_is_halved(
         return record(self, *args)
 
     monkeypatch.setattr(GraphStepper, "record", bounded)
+    monkeypatch.setattr(stepper, "free_memory", lambda: None)
     room = Room()
     found = recorded_run(GraphStepper(lambda x, y, batch: x.sum(1)), monkeypatch, room)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert room.clients is None and not caplog.records and len(held) > 2
+    assert room.clients is None and len(held) > 2
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["out of memory beside 1 recorded steps"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")

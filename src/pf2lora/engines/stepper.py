@@ -98,6 +98,7 @@ class GraphStepper:
         default_factory=dict
     )  # where recordings of one state's shape have theirs
     plain: bool = False
+    gave_way: bool = False  # whether recordings had to, which is said once
 
     def __call__(
         self, method: Method, state: State, batches: Sequence[Any], rates: StepRates = NO_RATES
@@ -130,6 +131,7 @@ class GraphStepper:
         if self.recordings:
             if found := attempt(self.record, method, state, batches, rates):
                 return found[0]
+            self.say_once(len(self.recordings))
             self.recordings.clear()
             free_memory()
         return self.record(method, state, batches, rates)
@@ -153,6 +155,15 @@ class GraphStepper:
             after, stats = method.step(self.F, place, *held)
             over_tensors(lambda old, new: old.copy_(new), place, after)
         return Recording(graph, held, place, stats, own_rates)
+
+    def say_once(self, recordings: int) -> None:
+        if not self.gave_way:
+            logger.warning(
+                "out of memory beside %d recorded steps: they are recorded again when they are needed; fewer "
+                "--clients-per-pass would leave room for all",
+                recordings,
+            )
+        self.gave_way = True
 
     def place(self, method: Method, state: State) -> State:
         """The state, where recordings of its shape read and write it: all of them in one place, since a step begins
