@@ -94,9 +94,7 @@ class GraphStepper:
 
     F: Loss
     recordings: dict[Any, Recording] = field(default_factory=dict)
-    places: dict[Any, State] = field(
-        default_factory=dict
-    )  # where recordings of one state's shape have theirs
+    places: dict[Any, State] = field(default_factory=dict)  # of the recordings, one for each shape of a state
     plain: bool = False
     gave_way: bool = False  # whether recordings had to, which is said once
 

@@ -17,6 +17,7 @@ from pf2lora.engines.room import NoRoom, ran_out
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
 from pf2lora.methods.own_size import AUTO, FIXED
+from pf2lora.run import compiling
 from pf2lora.run import trial as trials
 from pf2lora.run.baselines import baselines
 from pf2lora.run.checkpoints import Checkpoints, Finished
@@ -250,7 +251,7 @@ def run_together(
         "" if training.seeds == 1 else f", seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     )
     if seeds[0] == training.seed:
-        for line in [*method.notes(), *([fit] if fit else [])]:
+        for line in filter(None, [*method.notes(), compiling.why(trial.workload, asked, len(seeds)), fit]):
             watcher.on_note(f"{method.name}: {line}")
     meter = Meter(workload, asked, len(seeds), watcher.event)
     try:

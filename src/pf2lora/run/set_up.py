@@ -22,7 +22,7 @@ from pf2lora.engines.room import Room, Rooms
 from pf2lora.engines.share import Share
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
-from pf2lora.run.compiling import compiles
+from pf2lora.run.compiling import compiles, lengths
 from pf2lora.run.config import Config
 from pf2lora.run.sharing import part_of, share_of
 from pf2lora.run.workload import Workload
@@ -99,7 +99,7 @@ def set_up(
     model = TwoLevelModel(workload.base, adapter_spec(config, name))
     try:
         if compiled and compiles(workload, name, len(seeds)):
-            model.compile()
+            model.compile(lengths(workload))
         model.repeat_layers(config.model.checkpointing == "on")
         names = ["pooled"] if kind.pooled else workload.names
         clients = len(names) if kind.pooled else len(whole.clients)
