@@ -227,7 +227,13 @@ def copy_batch(place: Batch, new: Batch) -> None:
 def signature(state: State, batches: Sequence[Batch]) -> Any:
     """What a recording depends on: the number of clients and the shapes of the batches."""
     shapes = tuple(
-        (b.full, b.targets, b.key is None, *((n, t.shape) for n, t in sorted(b.tensors.items())))
+        (
+            b.full,
+            b.targets,
+            b.row_targets,
+            b.key is None,
+            *((n, t.shape) for n, t in sorted(b.tensors.items())),
+        )
         for b in batches
     )
     return state.x.shape, shapes

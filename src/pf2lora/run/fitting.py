@@ -199,7 +199,8 @@ def longest(data: Encoded, clients: int, rows: int, *, keyed: bool = False) -> B
     index = np.repeat(np.argmax(data.lengths), clients * rows)
     length = data.length(index)
     key = torch.zeros(clients, dtype=torch.int64, device=data.device) if keyed else None
-    return Batch(clients, data.rows(index, length), key, targets=data.most_targets(index, length))
+    bounds = data.most_targets(index, length), data.most_in_row(index, length)
+    return Batch(clients, data.rows(index, length), key, False, *bounds)
 
 
 def memory_of(device: torch.device) -> float:

@@ -135,7 +135,7 @@ def set_up(
         # The trial's own: a method that takes more memory leaves the others theirs.
         rooms = Rooms.of(config.training.most_per_pass, config.training.micro_batch or size)
         workload = replace(workload, task=workload.task.in_rooms(rooms))
-        source = batch_source(config, rows, names, seeds, size, method.draws)
+        source = batch_source(config, rows, names, seeds, size, method.draws, rooms.training)
         first = zip(*(model.initial(seed, names) for seed in seeds))
         state = method.init(*(torch.cat(t) for t in first))  # on the host: the engine moves whom it trains
     except BaseException:
@@ -183,9 +183,16 @@ def merging_method(config: Config, name: str, layout: Layout, clients: int) -> M
 
 
 def batch_source(
-    config: Config, rows: Encoded, names: list[str], seeds: tuple[int, ...], size: int, draws: int
+    config: Config,
+    rows: Encoded,
+    names: list[str],
+    seeds: tuple[int, ...],
+    size: int,
+    draws: int,
+    room: Room | None = None,
 ) -> EncodedSource:
-    """Training batches of `size` rows as the config describes them, `draws` for each local step."""
+    """Training batches of `size` rows as the config describes them, `draws` for each local step; of which so many as
+    there is `room` for are computed at once."""
     once_per_length = config.model.compile or (config.model.graphs and rows.device.type == "cuda")
     return EncodedSource(
         replace(rows, pad_to_multiple_of=FEW_LENGTHS) if once_per_length else rows,
@@ -195,6 +202,7 @@ def batch_source(
         keyed=config.adapter.dropout > 0,
         window=WINDOW if config.training.group_by_length else 1,
         alike=draws if once_per_length else 1,
+        room=room,
     )
 
 

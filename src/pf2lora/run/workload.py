@@ -132,13 +132,19 @@ def choose_device(name: str) -> torch.device:
 
 
 def check_lengths(config: Config, base: PreTrainedModel, *parts: Encoded) -> None:
-    """The longest input must fit the model's table of positions, where it has one (RoBERTa's begins after padding)."""
+    """The longest input must fit the model's table of positions, where it has one (RoBERTa's begins after padding); and
+    there must be one: a prompt that fills its window leaves no room for what should follow."""
     tables = [
         module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         for name, module in base.named_modules()
         if name.endswith(("position_embeddings", "wpe")) and isinstance(module, torch.nn.Embedding)
     ]
     positions = min(tables, default=math.inf)
+    if not all(len(part.lengths) for part in parts):
+        raise UserError(
+            f"every test prompt fills the window of {getattr(config.task, 'max_length', None)} tokens, and no test row "
+            f"has a loss: give a larger --max-length"
+        )
     longest = max(int(part.lengths.max()) for part in parts)
     if longest > positions:
         raise UserError(
