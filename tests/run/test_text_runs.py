@@ -202,7 +202,7 @@ def test_test_prompts_that_all_fill_the_window_are_said_to(tmp_path: Path) -> No
     model, _ = write_generation_task(tmp_path, ["a"])
     short, long = PromptRow("tapas", ("Yes.",)), PromptRow("tapas or soup " * 20, ("Yes.",))
     config = from_settings({"task": "generation", "model": str(model), "max_length": 32, "device": "cpu"})
-    with pytest.raises(UserError, match="every test prompt fills the window of 32 tokens.*--max-length"):
+    with pytest.raises(UserError, match=r"every test prompt fills the window of 32 tokens.*--max-length"):
         load_workload(config, clients=[Client("a", [short] * 4, [long] * 2)])
     kept = load_workload(config, clients=[Client("a", [short] * 4, [long, short])])
     assert kept.test.sizes() == [1]
