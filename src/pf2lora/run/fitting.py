@@ -130,7 +130,8 @@ def peak_of_step(trial: Trial, clients: int) -> int | None:
     device = trial.workload.device
 
     def step(together: list[int]) -> None:
-        part = moved(take(trial.state, together), device)
+        # The second one's place is that of the next pass's clients, who come meanwhile.
+        part, _next = (moved(take(trial.state, together), device) for _ in range(2))
         rates = trial.rates.outside(trial.method, together, part.x)
         source = trial.source
         batches = [
