@@ -59,6 +59,7 @@ class Room:
                 self.halve(len(together), self.rows or 1)
                 continue
             yield together, done[0]
+            del done  # with what the pass left on the device
             waiting = waiting[len(together) :]
 
     def halve(self, clients: int, rows: int) -> None:

@@ -3,7 +3,8 @@ are trained, and these go home while the next ones are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,16 @@ class SetOut(NamedTuple):
     clients: list[int]
     states: State
     there: Any  # a CUDA event
+
+
+@contextmanager
+def travelling(state: State, device: torch.device) -> Iterator[Travel]:
+    """A round's travels, after which everybody is home."""
+    travel = Travel(state, device)
+    try:
+        yield travel
+    finally:
+        travel.settle()
 
 
 @dataclass

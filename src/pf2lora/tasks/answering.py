@@ -95,9 +95,9 @@ def answered_batches(
     device = encoded.device
 
     def run(batch: EvaluationBatch) -> Answers:
-        at = torch.tensor(batch.clients, device=common.device)
-        x, y = (t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
+        at = torch.tensor(batch.clients)
         with torch.no_grad():
+            x, y = (t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
             return function(x, y, encoded.batch(len(batch.clients), batch.rows))
 
     yield from evaluation_batches(encoded, size, room, run)
