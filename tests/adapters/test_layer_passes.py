@@ -130,3 +130,48 @@ def test_compiled_layers(kind: str, repeated: bool, monkeypatch: pytest.MonkeyPa
         not counters["graph_break"] and counters["stats"]["unique_graphs"] == 2
     )  # the first layer's input is fixed
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["llama", "roberta"])
+def test_only_passes_with_a_gradient_are_compiled(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers and texts come in shapes of their own, every token of a text with a longer cache: a layer of a language
+    model, or a whole encoder, is run as it is."""
+    calls: list[bool] = []
+
+    def stand_in(function: Any, **options: Any) -> Any:
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            calls.append(torch.is_grad_enabled())
+            return function(*args, **kwargs)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", stand_in)
+    if kind == "llama":
+        model, x, y = two_level(kind)
+        model.compile()
+        TASK.losses(model, x, y, ROWS, range(CLIENTS))
+        with model.bound(x[:1], y[:1]) as base, torch.no_grad():
+            base.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)  # type: ignore[operator]
+        assert not calls
+        loss_and_gradients(model, x, y, whole())
+        assert calls == [True] * len(stacked_layers(model.model, model.adapted))
+        return
+    p = tiny_problem(kind)
+    model_of(p).compile()
+    with torch.no_grad():
+        p.F(p.x, p.y, p.source.draw([0, 1, 2], [0] * 3))
+    assert not calls
+    gradient(p)
+    assert calls == [True]
+
+
+def test_a_run_of_many_lengths_is_compiled_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its limit torch would run passes as they are without a word."""
+    limits = torch._dynamo.config
+    monkeypatch.setattr(limits, "recompile_limit", 8)
+    monkeypatch.setattr(limits, "accumulated_recompile_limit", 256)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    model_of(tiny_problem("roberta")).compile(1)
+    assert limits.recompile_limit == 64
+    model_of(tiny_problem("roberta")).compile(100)
+    assert limits.recompile_limit == 400 <= limits.accumulated_recompile_limit

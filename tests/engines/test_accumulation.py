@@ -7,20 +7,22 @@ from typing import Any
 import pytest
 import torch
 from tiny import Problem, build, tiny_problem
-from tiny_language_models import TASK, loss_and_gradients, two_level, whole
+from tiny_language_models import CLIENTS, ROWS, TASK, loss_and_gradients, two_level, whole
 from torch import Tensor
 
+from pf2lora.adapters import two_level as two_level_module
 from pf2lora.core.method import gradients, variable
 from pf2lora.core.second_order import differentiable_twice
 from pf2lora.engines.accumulation import mean_loss
-from pf2lora.engines.batches import Batch
+from pf2lora.engines.batches import Batch, EncodedSource
 from pf2lora.engines.local import Schedule, train
+from pf2lora.engines.room import Room, Rooms
 from pf2lora.tasks.classification.task import Classification
 
 
 def in_parts(p: Problem, rows: int | None) -> Problem:
     task = Classification(None, ["0", "1", "2"])  # type: ignore[arg-type]
-    task.micro_batch = rows
+    task.rooms = Rooms.of(rows=rows)
     model = p.model
     assert model is not None
     return p._replace(F=lambda x, y, batch: task.loss(model, x, y, batch))
@@ -47,11 +49,39 @@ def test_rows_that_weigh_differently(rows: int, monkeypatch: pytest.MonkeyPatch)
     """Targets of several lengths: a client's mean is over its tokens, not over its parts."""
     model, x, y = two_level("gpt2")
     expected = loss_and_gradients(model, x, y, whole())
-    monkeypatch.setattr(TASK, "micro_batch", rows)
+    monkeypatch.setattr(TASK, "rooms", Rooms.of(rows=rows))
     for repeated in (False, True):
         model.repeat_layers(repeated)
         for ours, full in zip(loss_and_gradients(model, x, y, whole()), expected):
             torch.testing.assert_close(ours, full, rtol=1e-9, atol=1e-12)
+
+
+def test_a_part_makes_logits_where_its_own_targets_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound of a part is its own, known on the host: with the whole batch's it would be of all positions."""
+    model, x, y = two_level("gpt2")
+    names = [str(k) for k in range(CLIENTS)]
+    found = []
+    for room in (Room(), Room(rows=1)):
+        asked: list[tuple[int | None, int, int]] = []
+        original = two_level_module.target_losses
+
+        def watched(
+            layer: Any, hidden: Tensor, following: Tensor, counted: Tensor, most: int | None
+        ) -> Tensor:
+            asked.append((most, int(counted.sum()), counted.numel()))  # noqa: B023
+            return original(layer, hidden, following, counted, most)  # noqa: B023
+
+        with monkeypatch.context() as patched:
+            patched.setattr(two_level_module, "target_losses", watched)
+            patched.setattr(TASK, "rooms", Rooms(training=room))
+            batch = EncodedSource(ROWS, names, 3, seeds=(0,), room=room).draw(range(CLIENTS), [0] * CLIENTS)
+            found.append(loss_and_gradients(model, x, y, batch))
+        assert len(asked) == (1 if room.rows is None else 3)
+        for most, targets, positions in asked:
+            assert most is not None and targets <= most < positions
+    assert batch.row_targets is not None and batch.row_targets < batch.length
+    for whole_batch, parts in zip(*found):
+        torch.testing.assert_close(parts, whole_batch, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("setting", ["pf2lora-difference", "pf2lora-exact", "homlora", "per-fedavg", "ditto"])
@@ -92,7 +122,8 @@ def test_a_setting_reaches_the_task(world_settings: dict[str, Any]) -> None:
     from pf2lora.run.config import from_settings
     from pf2lora.run.workload import load_workload
 
-    assert load_workload(from_settings(world_settings | {"micro_batch": 3}, "test")).task.micro_batch == 3
+    workload = load_workload(from_settings(world_settings | {"micro_batch": 3}, "test"))
+    assert workload.task.rooms.training.rows == 3
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from tiny import tiny_data
 
 from pf2lora.core.randomness import keep_mask, participants, stream_seed
 from pf2lora.engines.batches import Batch, EncodedSource, batch_rows
-from pf2lora.tasks.base import EvaluationBatch, evaluation_batches, predict_rows
+from pf2lora.engines.room import Room
+from pf2lora.tasks.answering import EvaluationBatch, evaluation_batches, predict_rows
 
 
 @pytest.mark.parametrize(("rows", "size"), [(10, 3), (7, 7), (2, 5), (1, 4), (12, 4)])
@@ -107,7 +108,8 @@ def test_evaluation_sees_every_row_once_and_answers_in_order(
     sizes: tuple[int, ...], clients_per_pass: int | None
 ) -> None:
     data = tiny_data(sizes)
-    seen = [i for b in evaluation_batches(data, 4, clients_per_pass) for i in real_rows(b)]
+    room = Room(clients_per_pass)
+    seen = [i for batch, _ in evaluation_batches(data, 4, room, lambda batch: None) for i in real_rows(batch)]
     assert sorted(seen) == list(range(sum(sizes)))
 
     def answer(x: torch.Tensor, y: torch.Tensor, batch: Batch) -> list[tuple[float, int]]:
@@ -115,14 +117,14 @@ def test_evaluation_sees_every_row_once_and_answers_in_order(
         return list(zip(owner.tolist(), batch.tensors["labels"].tolist()))
 
     x = torch.arange(len(sizes)).view(-1, 1).double()
-    answers = predict_rows(answer, x, x, data, 4, clients_per_pass)
+    answers = predict_rows(answer, x, x, data, 4, room)
     labels = data.row_columns["labels"].tolist()
     for k, (start, stop) in enumerate(zip(data.starts, data.starts[1:])):
         assert answers[k] == [(float(k), label) for label in labels[start:stop]]
 
 
 def real_rows(batch: EvaluationBatch) -> list[int]:
-    clients, index, real = batch
+    clients, index, real, _ = batch
     width = len(index) // len(clients)
     return [int(index[i * width + j]) for i, count in enumerate(real) for j in range(count)]
 

@@ -18,10 +18,11 @@ from tiny import CONFIGS, tiny_data, tiny_model, tiny_problem
 from pf2lora.adapters.architectures import ARCHITECTURES, needed_mask
 from pf2lora.core.method import State, StepStats, over_tensors
 from pf2lora.core.rates import RateSchedule
-from pf2lora.engines import local
+from pf2lora.engines import local, stepper
 from pf2lora.engines.batches import EncodedSource, batch_rows_by_length, stream_rows
 from pf2lora.engines.local import Schedule, train
-from pf2lora.engines.stepper import GraphStepper, PlainStepper
+from pf2lora.engines.room import Room
+from pf2lora.engines.stepper import GraphStepper, PlainStepper, Recording
 from pf2lora.methods import METHODS
 from pf2lora.methods.pf2lora import PF2LoRA
 
@@ -107,6 +108,11 @@ class StandInGraph:
 
     def hold(self, step: Any, state: State, out: tuple[State, StepStats]) -> None:
         self.step, self.state, self.out = step, state, out
+        self.before = over_tensors(torch.clone, state)
+
+    def close(self) -> None:
+        """Nothing is computed while a graph is recorded: what was written meanwhile was not."""
+        over_tensors(lambda place, old: place.copy_(old), self.state, self.before)
 
     def replay(self) -> None:
         StandInGraph.replays += 1
@@ -127,6 +133,7 @@ def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         StandInGraph.recording = graph
         yield
         StandInGraph.recording = None
+        graph.close()
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
@@ -185,6 +192,61 @@ def test_replays_begin_where_the_last_step_ended(
             assert (other.stats.second_order is None) is (plain.stats.second_order is None)
     if options:
         assert [r.stats.second_order is None for r in runs[1]] == [False, True, True]
+
+
+def recorded_run(
+    steps: GraphStepper,
+    monkeypatch: pytest.MonkeyPatch,
+    room: Room | None = None,
+    per_pass: int | None = None,
+) -> torch.Tensor:
+    """The end of a run with steps of several lengths, by this stepper."""
+    monkeypatch.setattr(local, "make_stepper", lambda F, device, graphs: steps)
+    p = tiny_problem("roberta")
+    steps.F = p.F
+    method = METHODS["homlora"](p.layout)
+    assert isinstance(p.source, EncodedSource)
+    source = replace(p.source, window=4, alike=method.draws)
+    schedule = Schedule(3, 4, clients_per_pass=per_pass)
+    *_, last = train(method, p.F, method.init(p.x, p.y), source, schedule, room=room)
+    return last.served.x
+
+
+def test_recordings_of_one_shape_share_their_states_place(
+    stand_in_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state as large as all clients' is there once, and not once for each length of a batch."""
+    steps = GraphStepper(lambda x, y, batch: x.sum(1))
+    recorded_run(steps, monkeypatch)
+    states = [recording.state for recording in steps.recordings.values()]
+    assert len(states) > 1 and all(state is states[0] for state in states) and len(steps.places) == 1
+    steps = GraphStepper(lambda x, y, batch: x.sum(1))
+    recorded_run(steps, monkeypatch, per_pass=2)
+    places = {id(recording.state) for recording in steps.recordings.values()}
+    assert len(places) == len(steps.places) == 2  # of two clients, and of one
+    assert steps.forget() and not steps.places and not steps.forget()
+
+
+def test_other_recordings_give_way_before_a_pass_is_halved(
+    stand_in_graphs: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory for one recording: the next one takes its, and the run goes on where it was."""
+    expected = recorded_run(GraphStepper(lambda x, y, batch: x.sum(1)), monkeypatch)
+    record, held = GraphStepper.record, list[int]()
+
+    def bounded(self: GraphStepper, *args: Any) -> Recording:
+        if self.recordings:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        held.append(1)
+        return record(self, *args)
+
+    monkeypatch.setattr(GraphStepper, "record", bounded)
+    monkeypatch.setattr(stepper, "free_memory", lambda: None)
+    room = Room()
+    found = recorded_run(GraphStepper(lambda x, y, batch: x.sum(1)), monkeypatch, room)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert room.clients is None and len(held) > 2
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["out of memory beside 1 recorded steps"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")

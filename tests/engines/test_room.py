@@ -11,8 +11,8 @@ import torch
 from tiny import build, tiny_problem
 from torch import Tensor
 
-from pf2lora.engines.local import Schedule, train
-from pf2lora.engines.room import Room, ran_out
+from pf2lora.engines.local import Schedule, home_of, train
+from pf2lora.engines.room import NoRoom, Room, ran_out
 from pf2lora.engines.stepper import GraphStepper
 from pf2lora.engines.steps import Step
 from pf2lora.errors import UserError
@@ -72,6 +72,61 @@ def test_no_room_for_one_client_is_an_error_that_says_what_helps() -> None:
         list(train(method, bounded(p.F, 0), method.init(p.x, p.y), p.source, Schedule(1, 1)))
 
 
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate"), True),
+        (MemoryError(), True),
+        (RuntimeError("something else\nafter which nothing was out of memory"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_memory_has_ended_in_many_words(error: Exception, memory: bool) -> None:
+    """One recogniser for a pass that is halved, for a recording that is broken off, and for a run's last line."""
+    assert ran_out(error) is memory
+    calls: list[list[int]] = []
+
+    def run(clients: list[int]) -> int:
+        calls.append(clients)
+        if len(clients) > 1:
+            raise error
+        return clients[0]
+
+    if not memory:
+        with pytest.raises(type(error)):
+            list(Room(2).passes([3, 4], run))
+        return
+    assert [found for _, found in Room(2).passes([3, 4], run)] == [3, 4] and calls == [[3, 4], [3], [4]]
+
+
+def test_a_single_clients_rows_are_halved_and_then_there_is_no_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    room, tried = Room(rows=5), list[int | None]()
+
+    def run(clients: list[int]) -> None:
+        tried.append(room.rows)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(NoRoom):
+        list(room.passes([7], run))
+    assert tried == [5, 2, 1]
+    assert [r.getMessage() for r in caplog.records] == [
+        "out of memory with 5 rows of a client in a pass: from here on 2 at a time, with the same numbers",
+        "out of memory with 2 rows of a client in a pass: from here on 1 at a time, with the same numbers",
+    ]
+
+
+def test_where_clients_are_at_home() -> None:
+    """Of a thousand clients of whom ten take part there may be room for the ten alone."""
+    cuda, host = torch.device("cuda"), torch.device("cpu")
+    homes = [home_of(1000, Room(clients), cuda) for clients in (None, 1000, 999, 10)]
+    assert homes == [cuda, cuda, host, host]
+
+
 def test_other_errors_pass() -> None:
     def run(clients: list[int]) -> None:
         raise RuntimeError("something else")
@@ -80,14 +135,20 @@ def test_other_errors_pass() -> None:
         list(Room(2).passes([1, 2], run))
 
 
-def test_a_recording_that_ran_out_is_no_reason_to_record_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "line",
+    ["CUDA out of memory.", "CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"],
+)
+def test_a_recording_that_ran_out_is_no_reason_to_record_no_more(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error of a recording that is broken off may hide that of memory."""
     p = tiny_problem("bert")
     method = HomLoRA(p.layout)
 
     def record(*_: Any) -> Any:
         try:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise RuntimeError(line)
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
@@ -113,6 +174,7 @@ def test_recordings_are_given_back(caplog: pytest.LogCaptureFixture) -> None:
         return sum(clients)
 
     room = Room(3)
-    found = list(room.passes([4, 5, 6], run, stepper.forget))
+    room.holders.add(stepper)
+    found = list(room.passes([4, 5, 6], run))
     assert found == [([4], 4), ([5], 5), ([6], 6)] and calls == [[4, 5, 6], [4], [5], [6]]
     assert room.clients == 1 and not stepper.recordings

@@ -12,6 +12,7 @@ from tiny import Problem, regression_problem
 
 from pf2lora.core.method import Method, State
 from pf2lora.engines.local import Schedule
+from pf2lora.engines.room import Room
 from pf2lora.methods.centralized import Centralized
 from pf2lora.methods.homlora import HomLoRA
 from pf2lora.methods.per_fedavg import PerFedAvg
@@ -66,7 +67,13 @@ def trial_of(p: Problem, method: Method, clients: int = 3, **schedule: Any) -> A
     plan = Schedule(rounds=9, steps=5, **schedule)
     rates = plan.rates_of(clients)
     return SimpleNamespace(
-        method=method, F=p.F, source=p.source, schedule=plan, workload=workload, rates=rates
+        method=method,
+        F=p.F,
+        source=p.source,
+        schedule=plan,
+        workload=workload,
+        rates=rates,
+        room=Room(plan.clients_per_pass),
     )
 
 

@@ -13,7 +13,7 @@ from little_world import World, make_world
 import pf2lora
 from pf2lora.reproduce.presets import load_preset, preset_names
 from pf2lora.run import compiling, trial
-from pf2lora.run.comparison import prepare
+from pf2lora.run.comparison import Watcher, compare, prepare
 from pf2lora.run.config import from_settings, to_dict
 from pf2lora.run.model_settings import ModelSettings
 from pf2lora.run.set_up import set_up
@@ -85,6 +85,26 @@ def test_who_says_so_decides(said: bool, world: World, monkeypatch: pytest.Monke
     work = long_run(world, "cuda", rounds=1, steps=1, compile=said)
     assert compiling.compiles(work, "homlora", 1) is said
     assert "compile" not in to_dict(from_settings(world.settings()))["model"]
+
+
+def test_a_run_says_that_it_compiles_and_why(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody said so: as many operations, and from how many on it is repaid."""
+    work = long_run(world, "cuda", rounds=1, steps=1)
+    assert compiling.why(work, "homlora", 1) == ""
+    monkeypatch.setitem(compiling.REPAID_PER_LENGTH, "encoder", 1.0)
+    operations, count = compiling.training_operations(work, "homlora", 1), compiling.lengths(work)
+    assert compiling.why(work, "homlora", 1) == (
+        f"passes are compiled (--compile): about {operations:.1e} operations of training, and batches of "
+        f"{count} length{'s' if count > 1 else ''} repay it from {count:.1e} on"
+    )
+    asked = long_run(world, "cuda", rounds=1, steps=1, compile=True)
+    assert compiling.why(asked, "homlora", 1) == ""  # nobody needs to be told what they asked for
+    monkeypatch.setattr(compiling, "why", lambda *_: "passes are compiled")
+    lines: list[str] = []
+    compare(
+        from_settings(world.settings(method=["homlora"], rounds=1, steps=1)), Watcher(on_note=lines.append)
+    )
+    assert "homlora: passes are compiled" in lines
 
 
 def test_the_estimate_is_near_what_is_counted(world: World) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from little_world import make_world
 
-from pf2lora.run import fitting
+from pf2lora.core.method import tensors_of
+from pf2lora.engines.local import home_of
+from pf2lora.run import baselines, fitting
 from pf2lora.run.config import from_settings
-from pf2lora.run.fitting import chosen, clients_asked, clients_within, fitted, longest
+from pf2lora.run.fitting import chosen, clients_asked, clients_within, fit_answers, fitted, longest
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import Workload, load_workload
 
@@ -29,11 +32,10 @@ def trial(workload: Workload, request: pytest.FixtureRequest) -> Iterator[Trial]
     settings = getattr(request, "param", {})
     model = replace(workload.config.model, checkpointing=settings.get("checkpointing", "auto"))
     training = replace(workload.config.training, clients_per_pass=settings.get("clients_per_pass", "auto"))
+    training = replace(training, participation=settings.get("participation", 1.0))
     config = replace(workload.config, model=model, training=training)
     made = set_up(replace(workload, config=config), "pf2lora", 0, 1)
-    before = workload.task.clients_per_pass, workload.task.micro_batch
     yield made
-    workload.task.clients_per_pass, workload.task.micro_batch = before
     made.model.remove()
 
 
@@ -46,15 +48,15 @@ def learners(trial: Trial) -> int:
 
 
 def test_where_everybody_fits_nothing_changes(trial: Trial) -> None:
-    found, said = chosen(trial, peak, FIXED + learners(trial) * PLAIN)
-    assert (found.schedule, said) == (trial.schedule, "") and not trial.model.repeats_layers
+    said = chosen(trial, peak, FIXED + learners(trial) * PLAIN)
+    assert (trial.room.clients, said) == (None, "") and not trial.model.repeats_layers
 
 
 def test_large_passes_are_made_smaller(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clients keep the device busy: running layers again would cost more."""
     monkeypatch.setattr(fitting, "SATURATED", 2 * fitting.tokens(trial))
-    found, said = chosen(trial, peak, FIXED + 3 * PLAIN)
-    assert found.schedule.clients_per_pass == trial.workload.task.clients_per_pass == 3
+    said = chosen(trial, peak, FIXED + 3 * PLAIN)
+    assert trial.room.clients == 3
     assert not trial.model.repeats_layers
     everybody = learners(trial)
     assert (
@@ -64,37 +66,37 @@ def test_large_passes_are_made_smaller(trial: Trial, monkeypatch: pytest.MonkeyP
 
 
 def test_small_passes_run_layers_again(trial: Trial) -> None:
-    found, said = chosen(trial, peak, FIXED + 3 * PLAIN)
-    assert trial.model.repeats_layers and found.schedule.clients_per_pass is None
+    said = chosen(trial, peak, FIXED + 3 * PLAIN)
+    assert trial.model.repeats_layers and trial.room.clients is None
     assert (
         said == "to fit into the device's memory, layers are run again for the gradient (--checkpointing on)"
     )
 
 
 def test_both_where_one_is_not_enough(trial: Trial) -> None:
-    found, said = chosen(trial, peak, FIXED + 2 * AGAIN)
-    assert trial.model.repeats_layers and found.schedule.clients_per_pass == 2
+    said = chosen(trial, peak, FIXED + 2 * AGAIN)
+    assert trial.model.repeats_layers and trial.room.clients == 2
     assert "run again" in said and "2 of" in said
 
 
 def test_a_device_without_room_for_one_is_left_to_find_out(trial: Trial) -> None:
-    found, _ = chosen(trial, lambda *_: None, 10)
-    assert trial.model.repeats_layers and found.schedule.clients_per_pass == 1
+    chosen(trial, lambda *_: None, 10)
+    assert trial.model.repeats_layers and trial.room.clients == 1
 
 
 @pytest.mark.parametrize("trial", [{"checkpointing": "off"}, {"checkpointing": "on"}], indirect=True)
 def test_what_the_user_says_is_done(trial: Trial) -> None:
     wanted = trial.workload.config.model.checkpointing == "on"
-    found, said = chosen(trial, peak, FIXED + 2 * (AGAIN if wanted else PLAIN))
-    assert trial.model.repeats_layers is wanted and found.schedule.clients_per_pass == 2
+    said = chosen(trial, peak, FIXED + 2 * (AGAIN if wanted else PLAIN))
+    assert trial.model.repeats_layers is wanted and trial.room.clients == 2
     assert "run again" not in said  # nobody needs to be told what they asked for
 
 
 @pytest.mark.parametrize("trial", [{"clients_per_pass": 2}], indirect=True)
 def test_no_more_than_the_user_lets_share_a_pass(trial: Trial) -> None:
     assert clients_asked(trial) == 2
-    found, said = chosen(trial, peak, FIXED + 2 * PLAIN)
-    assert (found.schedule.clients_per_pass, said) == (2, "")
+    said = chosen(trial, peak, FIXED + 2 * PLAIN)
+    assert (trial.room.clients, said) == (2, "")
 
 
 def test_how_many_fit(trial: Trial) -> None:
@@ -106,7 +108,7 @@ def test_how_many_fit(trial: Trial) -> None:
 
 
 def test_the_measured_step_has_the_longest_rows(trial: Trial) -> None:
-    batch = longest(trial, 2)
+    batch = longest(trial.source.data, 2, trial.source.size, keyed=trial.source.keyed)
     assert batch.length == trial.source.data.lengths.max() and batch.clients == 2
     state = trial.method.init(trial.state.x[:2], trial.state.y[:2])
     _, stats = trial.method.step(trial.F, state, *[batch] * trial.method.draws)
@@ -126,19 +128,66 @@ def test_the_peak_of_a_step_grows_with_its_clients(tmp_path_factory: pytest.Temp
     one, two = (fitting.peak_of_step(made, clients) for clients in (1, 2))
     assert one is not None and two is not None and one < two
     found, said = fitted(made)
-    assert (found.schedule, said) == (made.schedule, "")
+    assert (found.room.clients, said) == (None, "")
     tight = two - (two - one) // 2
-    found, said = chosen(made, fitting.peak_of_step, tight)
-    assert said and (made.model.repeats_layers or found.schedule.clients_per_pass == 1)
+    said = chosen(made, fitting.peak_of_step, tight)
+    assert said and (made.model.repeats_layers or made.room.clients == 1)
     made.model.remove()
 
 
 def test_a_batch_in_parts_where_one_client_is_too_much(trial: Trial) -> None:
-    task = trial.workload.task
+    def by_rows(trial: Trial, clients: int) -> int:
+        return FIXED + clients * AGAIN * (trial.room.rows or trial.source.size)
+
+    said = chosen(trial, by_rows, FIXED + AGAIN)
+    assert (trial.room.rows, trial.room.clients) == (1, 1)
+    assert "a batch's rows are computed 1 at a time (--micro-batch 1)" in said
+
+
+@pytest.mark.parametrize("trial", [{"participation": 0.4}], indirect=True)
+def test_who_does_not_take_part_waits_on_the_host_where_all_would_not_fit(trial: Trial) -> None:
+    """Four of six learners take part. A pass of all of them, as there is at the end, and all of their states fit: all
+    stay on the device. They do not: there is room for those who take part alone."""
+    asked, states = clients_asked(trial), sum(t.nbytes for t in tensors_of(trial.state))
+    assert asked == 4 < learners(trial) == 6
+    everybody = FIXED + 6 * PLAIN + fitting.COPIES * states
+    assert chosen(trial, peak, everybody) == "" and trial.room.clients is None
+    assert chosen(trial, peak, everybody - 1) == "" and trial.room.clients == asked
+    assert home_of(6, trial.room, torch.device("cuda")).type == "cpu"
+
+
+def test_answers_have_room_of_their_own(trial: Trial) -> None:
+    rooms, everybody = trial.workload.task.rooms, learners(trial)
+    fit_answers(trial, peak, FIXED + everybody * PLAIN)
+    assert rooms.answering.clients is None
+    fit_answers(trial, peak, FIXED + 2 * PLAIN)
+    assert (rooms.answering.clients, rooms.answering.rows) == (2, None) and rooms.training.clients is None
 
     def by_rows(trial: Trial, clients: int) -> int:
-        return FIXED + clients * AGAIN * (task.micro_batch or trial.source.size)
+        return FIXED + clients * (rooms.answering.rows or trial.workload.task.evaluation_batch)
 
-    found, said = chosen(trial, by_rows, FIXED + AGAIN)
-    assert task.micro_batch == 1 and found.schedule.clients_per_pass == 1
-    assert "a batch's rows are computed 1 at a time (--micro-batch 1)" in said
+    fit_answers(trial, by_rows, FIXED + 20)
+    assert (rooms.answering.clients, rooms.answering.rows) == (1, 16)
+    fit_answers(trial, lambda *_: None, 10)
+    assert (rooms.answering.clients, rooms.answering.rows) == (1, 1)  # which is left to find out
+
+
+def test_baselines_are_fitted_before_they_are_measured(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def fitted_to_answer(trial: Trial) -> Trial:
+        calls.append("fitted")
+        return trial
+
+    measure_all = baselines.measure_all
+
+    def measured(*args: Any) -> Any:
+        calls.append("measured")
+        return measure_all(*args)
+
+    monkeypatch.setattr(baselines, "fitted_to_answer", fitted_to_answer)
+    monkeypatch.setattr(baselines, "measure_all", measured)
+    baselines.untrained(workload)
+    assert calls == ["fitted", "measured"]

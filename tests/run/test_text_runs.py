@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from tiny_tasks import write_generation_task
 from tiny_text_models import TOKENIZER as WORDS
 from tiny_text_models import causal, reader
 from tokenizers_for_tests import byte_level
@@ -17,7 +18,11 @@ from typer.testing import CliRunner
 
 from pf2lora import federate
 from pf2lora.cli import app
+from pf2lora.data.client import Client
 from pf2lora.errors import UserError
+from pf2lora.run.config import from_settings
+from pf2lora.run.workload import load_workload
+from pf2lora.tasks.generation.prompts import PromptRow
 
 FOODS = ("pizza", "noodles", "fish and chips", "tapas", "soup", "bread")
 ANSWERS = {"north": "It is near the river.", "south": "No, there is no such place."}
@@ -190,3 +195,14 @@ def test_generate_says_what_is_missing(tmp_path: Path) -> None:
     ):
         found = CliRunner().invoke(app, command)
         assert isinstance(found.exception, UserError) and message in str(found.exception)
+
+
+def test_test_prompts_that_all_fill_the_window_are_said_to(tmp_path: Path) -> None:
+    """There is nothing to measure a loss on."""
+    model, _ = write_generation_task(tmp_path, ["a"])
+    short, long = PromptRow("tapas", ("Yes.",)), PromptRow("tapas or soup " * 20, ("Yes.",))
+    config = from_settings({"task": "generation", "model": str(model), "max_length": 32, "device": "cpu"})
+    with pytest.raises(UserError, match=r"every test prompt fills the window of 32 tokens.*--max-length"):
+        load_workload(config, clients=[Client("a", [short] * 4, [long] * 2)])
+    kept = load_workload(config, clients=[Client("a", [short] * 4, [long, short])])
+    assert kept.test.sizes() == [1]

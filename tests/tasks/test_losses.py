@@ -16,6 +16,7 @@ from torch import Tensor
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
+from pf2lora.engines.room import Rooms
 from pf2lora.run.config import from_settings
 from pf2lora.tasks.base import Task
 from pf2lora.tasks.classification.task import Classification
@@ -84,7 +85,7 @@ def test_the_mean_is_the_clients_loss(
 ) -> None:
     """In any order of learners, one client's rows more than once, and with any number in a pass."""
     monkeypatch.setattr(case.task, "evaluation_batch", batch)
-    monkeypatch.setattr(case.task, "clients_per_pass", clients_per_pass)
+    monkeypatch.setattr(case.task, "rooms", Rooms.of(clients_per_pass))
     learners, clients = [2, 0, 1, 2], [2, 1, 1, 0]
     at = torch.tensor(learners)
     found = case.task.losses(case.model, case.x[at], case.y[at], case.rows, clients)

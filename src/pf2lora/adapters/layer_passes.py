@@ -16,7 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from pf2lora.adapters.layers import Adapted
 from pf2lora.core.second_order import is_differentiated_twice
 
-SHAPES = 64  # of batches, for each of which a layer is compiled anew
+SHAPES = 64  # of batches, for each of which a layer is compiled anew, at least
+SHAPES_PER_LENGTH = (
+    4  # a last pass may have fewer clients than the others, and either may have padding or none
+)
 
 
 def stacked_layers(model: nn.Module, adapted: Iterable[str]) -> list[nn.Module]:
@@ -32,9 +35,18 @@ def stacked_layers(model: nn.Module, adapted: Iterable[str]) -> list[nn.Module]:
     return [layer for found in lists.values() for layer in found]
 
 
+def allow_shapes(lengths: int) -> None:
+    """Let torch compile a pass for batches of so many lengths: beyond its limit it would run them as they are, and not
+    say so."""
+    shapes, limits = max(SHAPES, SHAPES_PER_LENGTH * lengths), torch._dynamo.config
+    limits.recompile_limit = max(shapes, limits.recompile_limit)
+    limits.accumulated_recompile_limit = max(4 * shapes, limits.accumulated_recompile_limit)
+
+
 def set_passes(layer: nn.Module, *, repeated: bool, compiled: bool) -> None:
-    """Run a layer in one way or another from now on. What is differentiated twice is run as it is: neither a compiled
-    nor a repeated layer has a second derivative.
+    """Run a layer in one way or another from now on, where a gradient is taken: of answers and texts nearly every pass
+    has a shape of its own, for which nothing is compiled. What is differentiated twice is run as it is, too: neither a
+    compiled nor a repeated layer has a second derivative.
 
     One layer's compiled code serves all of its kind, so that a deep model takes no longer to compile than a flat one.
     """
@@ -48,19 +60,15 @@ def set_passes(layer: nn.Module, *, repeated: bool, compiled: bool) -> None:
         return checkpoint(plain, *args, use_reentrant=False, **kwargs)
 
     if compiled:
-        torch._dynamo.config.recompile_limit = max(SHAPES, torch._dynamo.config.recompile_limit)
-        fast = torch.compile(plain, dynamic=False)
-        fast_gradient = torch.compile(repeat, dynamic=False) if repeated else fast
+        fast = torch.compile(repeat if repeated else plain, dynamic=False)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the whole model: the compiler repeats operations, not a function
             return repeat(*args, **kwargs) if repeated else plain(*args, **kwargs)
-        if is_differentiated_twice():
+        if is_differentiated_twice() or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         if compiled:
-            return (fast_gradient if torch.is_grad_enabled() else fast)(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return plain(*args, **kwargs)
+            return fast(*args, **kwargs)
         again = bound_again(plain, adapted)
         return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 

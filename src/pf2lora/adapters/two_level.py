@@ -27,7 +27,7 @@ from pf2lora.adapters.architectures import (
 )
 from pf2lora.adapters.base_model import fresh_parameters
 from pf2lora.adapters.first_state import factor_entries, first_values
-from pf2lora.adapters.layer_passes import set_passes, stacked_layers
+from pf2lora.adapters.layer_passes import allow_shapes, set_passes, stacked_layers
 from pf2lora.adapters.layers import Adapted, ClientLinear, Part, Projection, aligned, precision, sizes
 from pf2lora.adapters.output_layer import output_layer, target_losses
 from pf2lora.adapters.spec import ALL_LINEAR, AdapterSpec
@@ -208,12 +208,15 @@ class TwoLevelModel:
                 self.architecture, attention_mask, self.dtype, common.device, length=length, fused=fused
             )
         with self.bound(common, personal, key):
-            run = module if is_differentiated_twice() else self.compiled.get(module, module)
+            trains = torch.is_grad_enabled() and not is_differentiated_twice()
+            run = self.compiled.get(module, module) if trains else module
             return run(attention_mask=mask, **inputs)
 
-    def compile(self) -> None:
-        """Let torch compile the passes: fused kernels, after some seconds for each shape of a batch. Of a language
-        model, which may be deep, one layer is compiled for all."""
+    def compile(self, lengths: int = 1) -> None:
+        """Let torch compile the passes whose gradient is taken: fused kernels, after some seconds for each shape of a
+        batch, of which there are so many `lengths`. Of a language model, which may be deep, one layer is compiled for
+        all."""
+        allow_shapes(lengths)
         if self.architecture.attention == "causal":
             self.compiles_layers = True
             self._set_passes()

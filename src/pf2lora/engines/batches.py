@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pf2lora.core.randomness import EXAMPLE_STRIDE
 from pf2lora.core.streams import numpy_generator, stream_seed
+from pf2lora.engines.room import Room
 
 TARGET_STEPS = 8  # what a batch's number of targets is rounded up to, parts of its tokens
 
@@ -22,7 +23,8 @@ class Batch:
     """M·b rows, client by client. `key (M,)` is where the dropout masks of this batch come from.
 
     `full` is known without asking the device: no row is padded, so attention needs no mask and its fastest kernel.
-    So is `targets`, where tokens are predicted: at most so many of them are.
+    So is `targets`, where tokens are predicted: at most so many of them are; and `row_targets`, of which a batch that
+    is computed in parts makes theirs: at most so many of a row.
     """
 
     clients: int
@@ -30,6 +32,7 @@ class Batch:
     key: Tensor | None = None
     full: bool = False
     targets: int | None = None
+    row_targets: int | None = None
 
     @property
     def length(self) -> int:
@@ -63,7 +66,10 @@ class Batch:
         def part(start: int) -> Batch:
             cut = {name: t[:, start : start + rows].flatten(0, 1) for name, t in of_client.items()}
             key = None if self.key is None else self.key + start * EXAMPLE_STRIDE
-            return replace(self, tensors=cut, key=key)
+            targets, count = self.targets, self.clients * min(rows, size - start)
+            if targets is not None and self.row_targets is not None:
+                targets = min(targets, count * self.row_targets)
+            return replace(self, tensors=cut, key=key, targets=targets)
 
         return [part(start) for start in range(0, size, rows)]
 
@@ -193,6 +199,13 @@ class Encoded:
         step = max(1, len(index) * length // TARGET_STEPS)
         return min(-(-int(self.targets[index].sum()) // step) * step, len(index) * length)
 
+    def most_in_row(self, index: np.ndarray, length: int) -> int | None:
+        """How many tokens of one of the rows at `index` are predicted at most, in a few steps, too."""
+        if self.targets is None:
+            return None
+        step = max(1, length // TARGET_STEPS)
+        return min(-(-int(self.targets[index].max()) // step) * step, length)
+
     def batch(self, clients: int, index: np.ndarray) -> Batch:
         """The rows at `index` of so many clients, to be evaluated."""
         return Batch(clients, self.rows(index), targets=self.most_targets(index, self.length(index)))
@@ -232,7 +245,7 @@ class EncodedSource:
 
     With `keyed`, batches carry dropout keys; with a `window` above 1, rows of like length share a batch; `alike`
     batches in a row (those of one step) have one length, so that a step that is recorded needs one recording for each
-    length and not for each pair."""
+    length and not for each pair. `room` says how many rows of a batch are computed at once (None: all)."""
 
     data: Encoded
     clients: list[str]
@@ -241,6 +254,7 @@ class EncodedSource:
     keyed: bool = False
     window: int = 1
     alike: int = 1
+    room: Room | None = None
 
     @property
     def names(self) -> list[str]:
@@ -263,13 +277,21 @@ class EncodedSource:
             of_step = [self.rows(clients, [n + i for n in first]) for i in range(self.alike)]
             length = max(self.data.length(rows) for rows in of_step)
         targets = [most for rows in of_step if (most := self.data.most_targets(rows, length)) is not None]
+        in_row = [most for rows in of_step if (most := self.data.most_in_row(rows, length)) is not None]
         tensors = self.data.rows(index, length)
         key = None
         if self.keyed:
             keys = [self.dropout_key(i, n) for i, n in zip(clients, numbers)]
             key = torch.tensor(keys, device=tensors["attention_mask"].device)
         full = bool((self.data.lengths[index] == tensors["input_ids"].shape[1]).all())
-        return Batch(len(clients), tensors, key, full, max(targets, default=None))
+        # One shape more of a recorded step, which only a batch in parts needs.
+        row_targets = max(in_row, default=None) if self.in_parts else None
+        return Batch(len(clients), tensors, key, full, max(targets, default=None), row_targets)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a batch is computed in parts."""
+        return self.room is not None and self.room.rows is not None and self.room.rows < self.size
 
     def rows(self, clients: Sequence[int], numbers: Sequence[int]) -> np.ndarray:
         """Where the rows of these batches lie."""

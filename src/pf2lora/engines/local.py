@@ -133,6 +133,7 @@ def train(
     judges: Callable[[Sequence[int]], Judge] | None = None,
     after: After | None = None,
     share: Share | None = None,
+    room: Room | None = None,
 ) -> Iterator[Round]:
     """The rounds of a run, one by one. This loop exists once.
 
@@ -140,26 +141,26 @@ def train(
     On a CUDA device the local step is recorded as a CUDA graph and replayed, unless `graphs` is off. `judges` gives
     some learners' judge, where there are validation rows. `after` a round that was done before, the run goes on with
     the next: `state` is what was served then. Where processes `share` the clients, `state`, `source` and `judges` are
-    those of this one's learners, and a round's numbers, but for the states, are everybody's.
+    those of this one's learners, and a round's numbers, but for the states, are everybody's. `room` says how many share
+    a pass where it is known better than the schedule knows it.
     """
     seeds, share = schedule.seeds, share or Share.of_one(len(source.names) // len(schedule.seeds))
     names, sizes = share.everyone(source.names), share.everyone(source.sizes)
     if not names or min(sizes) == 0:
         raise UserError("a run needs at least one client, and every client at least one training row")
     clients, here = share.clients, share.learners(len(seeds))
-    per_pass = schedule.clients_per_pass or len(here)
+    room = room or Room(schedule.clients_per_pass)
     after = after or After()
     compare = schedule.compare_updates
     ledger = UpdateLedger(len(names), clients, compare=compare, largest=after.largest, numbers=here)
     first = state
-    home = torch.device(device if per_pass >= len(here) else "cpu")  # waiting clients stay off the device
+    home = home_of(len(here), room, torch.device(device))
     state = over_tensors(lambda t: own_copy(t, home, waits_for=torch.device(device)), state)
     served = state
     stepper = make_stepper(F, device, graphs=graphs)
+    room.holders.add(stepper)
     rates = schedule.rates_of(len(share.here))
-    local = LocalTraining(
-        method, F, source, schedule.steps, Room(per_pass), rates, device, stepper, on_step, judges
-    )
+    local = LocalTraining(method, F, source, schedule.steps, room, rates, device, stepper, on_step, judges)
     steps_done = list(after.steps_done) or [0] * len(names)
     servers = over_tensors(lambda t: t.to(home), after.servers)
     servers = servers or tuple(method.first_server(state.x[:0, 0]) for _ in seeds)
@@ -211,6 +212,12 @@ def train(
         after = After(number, tuple(steps_done), tuple(ledger.largest), servers)
         left_out, seconds = dict(sorted(bad.items())), time.perf_counter() - started
         yield Round(number, chosen, stats, state, served, common, seconds, left_out, after)
+
+
+def home_of(learners: int, room: Room, device: torch.device) -> torch.device:
+    """Where the learners' states are between their passes: on the device where all of them fit into one, else on the
+    host. Where few take part in a round, so few are what there is room for, however many wait."""
+    return device if room.clients is None or room.clients >= learners else torch.device("cpu")
 
 
 def own_copy(tensor: Tensor, home: torch.device, waits_for: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pf2lora.engines.room import ran_out
 from pf2lora.errors import UserError, one_line
 
 
@@ -135,9 +136,9 @@ class Processes:
     def _call(self, collective: Callable[..., Any], *args: Any, **rest: Any) -> None:
         try:
             collective(*args, group=self.group, **rest)
-        except torch.OutOfMemoryError:
-            raise
         except (RuntimeError, ValueError) as error:  # a ValueError where the processes are being ended
+            if ran_out(error):
+                raise
             reason = re.sub(r"^\[\S*\] ", "", str(error)).partition(". ")[
                 0
             ]  # gloo says its own line, and advice
@@ -172,9 +173,9 @@ ALONE = Processes()
 
 def kind_of(error: Exception) -> str:
     """As what an error is told to the others."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "memory"
-    return "user" if isinstance(error, UserError) else type(error).__name__
+    if isinstance(error, UserError):
+        return "user"
+    return "memory" if ran_out(error) else type(error).__name__
 
 
 def heard(rank: int, kind: str, line: str) -> Exception:

@@ -1,12 +1,13 @@
-"""How many clients share a pass, and what is done when the device has no memory for them: half as many, and on."""
+"""How much shares a pass, and what is done when the device has no memory for it: half as much, and on."""
 
 from __future__ import annotations
 
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -15,59 +16,115 @@ from pf2lora.errors import UserError
 logger = logging.getLogger("pf2lora")
 T = TypeVar("T")
 
+# As torch and its libraries say it, of a device's memory and of the host's, where the error is no kind of its own.
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "STATUS_ALLOC_FAILED")
+
+
+class Holder(Protocol):
+    """Who holds memory for later, which can be given back."""
+
+    def forget(self) -> bool:
+        """Give it back; whether there was any."""
+        ...
+
+
+class NoRoom(UserError):
+    """Not even one row of one client fits."""
+
 
 @dataclass
 class Room:
-    """`clients` fit into a pass. What a pass does depends on nobody else's presence, so that fewer of them change no
-    number but by rounding."""
+    """How many `clients` share a pass of one kind, and how many `rows` of each are computed at once; None: all there
+    are. What a pass does depends on nobody else's presence, so that less of it changes no number but by rounding.
 
-    clients: int
+    `holders` have memory that a pass may need more than they do: the recorded steps of the run.
+    """
+
+    clients: int | None = None
+    rows: int | None = None
+    kind: str = "a pass"
+    holders: WeakSet[Holder] = field(default_factory=WeakSet, repr=False)
 
     def passes(
         self, clients: Sequence[int], run: Callable[[list[int]], T], undo: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[list[int], T]]:
         """`run` for all clients, as many at a time as there is room for. Where memory ends, what was done of the pass
-        is undone, and it is done again with half of the clients."""
+        is undone, and it is done again with half of the clients, or of a single one's rows."""
         waiting = list(clients)
         while waiting:
             together = waiting[: self.clients]
             done = attempt(run, together)
             if done is None:
                 undo()
-                self.halve(len(together))
+                self.halve(len(together), self.rows or 1)
                 continue
             yield together, done[0]
+            del done  # with what the pass left on the device
             waiting = waiting[len(together) :]
 
-    def halve(self, tried: int) -> None:
-        """There was no memory for so many."""
-        free_memory()
-        if tried == 1:
-            raise UserError(
-                "the device's memory is too small for a pass of one client: try --checkpointing on, --micro-batch 1, "
-                "--quantization nf4, or a smaller --max-length"
+    def halve(self, clients: int, rows: int) -> None:
+        """There was no memory for so many clients with so many rows of each."""
+        if not self.give_back():
+            free_memory()  # of what was tried
+        if clients > 1:
+            self.clients, tried, now = clients // 2, f"{clients} clients", clients // 2
+        elif rows > 1:
+            self.rows, tried, now = rows // 2, f"{rows} rows of a client", rows // 2
+        else:
+            raise NoRoom(
+                f"the device's memory is too small for {self.kind} of one client: try --checkpointing on, "
+                f"--micro-batch 1, --quantization nf4, or a smaller --max-length"
             )
-        self.clients = tried // 2
         logger.warning(
-            "out of memory with %d clients in a pass: from here on %d at a time, with the same numbers",
-            *(tried, self.clients),
+            "out of memory with %s in %s: from here on %d at a time, with the same numbers",
+            *(tried, self.kind, now),
+        )
+
+    def give_back(self) -> bool:
+        """Let those who hold memory give it back; whether there was any."""
+        gave = [holder.forget() for holder in list(self.holders)]
+        if any(gave):
+            free_memory()
+        return any(gave)
+
+
+@dataclass
+class Rooms:
+    """A run's room on one device, by what is done in a pass: each kind takes memory of its own, and they share those
+    who hold some."""
+
+    training: Room = field(default_factory=Room)
+    answering: Room = field(default_factory=Room)
+    writing: Room = field(default_factory=Room)
+
+    @classmethod
+    def of(cls, clients: int | None = None, rows: int | None = None) -> Rooms:
+        """Passes of at most so many clients, of whom so many rows are trained on at once."""
+        holders: WeakSet[Holder] = WeakSet()
+        return cls(
+            Room(clients, rows, holders=holders),
+            Room(clients, None, "an answering pass", holders),
+            Room(clients, None, "a writing pass", holders),
         )
 
 
-def attempt(run: Callable[[list[int]], T], clients: list[int]) -> tuple[T] | None:
+def attempt(run: Callable[..., T], *args: object) -> tuple[T] | None:
     """What `run` returns, or None where it runs out of memory. The error is gone then, and with it what it held."""
     try:
-        return (run(clients),)
-    except RuntimeError as error:
+        return (run(*args),)
+    except (RuntimeError, MemoryError) as error:
         if not ran_out(error):
             raise
         return None
 
 
 def ran_out(error: BaseException | None) -> bool:
-    """Whether an error is one of memory, or came while one was dealt with: as when a recording is broken off."""
+    """Whether memory has ended, on the device or on the host: by the error's kind or its line, or those of the errors
+    that it came after, as when a recording is broken off."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
+        line = (str(error).splitlines() or [""])[0]
+        said = isinstance(error, RuntimeError) and any(words in line for words in OUT_OF_MEMORY)
+        if said or isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -17,10 +17,10 @@ from unittest.mock import patch
 
 import torch
 
-from pf2lora.core.method import Loss, Method, State, StepStats, over_tensors
+from pf2lora.core.method import Loss, Method, State, StepStats, over_tensors, tensors_of
 from pf2lora.engines.batches import Batch
 from pf2lora.engines.rates import StepRates
-from pf2lora.engines.room import ran_out
+from pf2lora.engines.room import attempt, free_memory, ran_out
 
 logger = logging.getLogger("pf2lora")
 
@@ -40,8 +40,8 @@ class Stepper(Protocol):
         """The state as one's own, which no later step writes over."""
         ...
 
-    def forget(self) -> None:
-        """Give back the memory that it holds for later steps."""
+    def forget(self) -> bool:
+        """Give back the memory that it holds for later steps; whether there was any."""
         ...
 
 
@@ -59,13 +59,14 @@ class PlainStepper:
     def keep(self, state: State) -> State:
         return state
 
-    def forget(self) -> None:
-        """It holds none."""
+    def forget(self) -> bool:
+        return False
 
 
 @dataclass
 class Recording:
-    """A recorded step of one shape: it reads its batches, rates and state from fixed places, and writes there."""
+    """A recorded step of one shape: it reads its batches, rates and state from fixed places, and writes there. The
+    state's place is that of all recordings whose states have its shape."""
 
     graph: torch.cuda.CUDAGraph
     batches: list[Batch]
@@ -84,7 +85,7 @@ class Recording:
         return self.state, own_stats(self.stats)
 
 
-@dataclass
+@dataclass(eq=False)
 class GraphStepper:
     """Replays the step as a CUDA graph, one recording per method and shape of its batches.
 
@@ -93,7 +94,9 @@ class GraphStepper:
 
     F: Loss
     recordings: dict[Any, Recording] = field(default_factory=dict)
+    places: dict[Any, State] = field(default_factory=dict)  # of the recordings, one for each shape of a state
     plain: bool = False
+    gave_way: bool = False  # whether recordings had to, which is said once
 
     def __call__(
         self, method: Method, state: State, batches: Sequence[Any], rates: StepRates = NO_RATES
@@ -103,7 +106,7 @@ class GraphStepper:
         key = method, signature(state, batches), tuple(rates)
         if key not in self.recordings:
             try:
-                self.recordings[key] = self.record(method, state, batches, rates)
+                self.recordings[key] = self.recorded(method, state, batches, rates)
             except RuntimeError as error:
                 if ran_out(error):
                     raise
@@ -115,16 +118,29 @@ class GraphStepper:
     def keep(self, state: State) -> State:
         return over_tensors(torch.clone, state)
 
-    def forget(self) -> None:
+    def forget(self) -> bool:
+        held = bool(self.recordings)
         self.recordings.clear()
+        self.places.clear()
+        return held
+
+    def recorded(self, method: Method, state: State, batches: Sequence[Batch], rates: StepRates) -> Recording:
+        """The step, recorded. Where memory ends, the other recordings give theirs back first."""
+        if self.recordings:
+            if found := attempt(self.record, method, state, batches, rates):
+                return found[0]
+            self.say_once(len(self.recordings))
+            self.recordings.clear()
+            free_memory()
+        return self.record(method, state, batches, rates)
 
     def record(
         self, method: Method, state: State, batches: Sequence[Batch], rates: StepRates = NO_RATES
     ) -> Recording:
         """Run the step a few times aside, then record it; the new state is written over the old."""
         own_rates = {name: rate.clone() for name, rate in rates.items()}
+        place = self.place(method, state)
         method = method.with_rates(own_rates)
-        place = over_tensors(torch.clone, state)
         held = [own_copy(batch) for batch in batches]
         aside = side_stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -137,6 +153,25 @@ class GraphStepper:
             after, stats = method.step(self.F, place, *held)
             over_tensors(lambda old, new: old.copy_(new), place, after)
         return Recording(graph, held, place, stats, own_rates)
+
+    def say_once(self, recordings: int) -> None:
+        if not self.gave_way:
+            logger.warning(
+                "out of memory beside %d recorded steps: they are recorded again when they are needed; fewer "
+                "--clients-per-pass would leave room for all",
+                recordings,
+            )
+        self.gave_way = True
+
+    def place(self, method: Method, state: State) -> State:
+        """The state, where recordings of its shape read and write it: all of them in one place, since a step begins
+        with what the last one wrote, whichever recording that was."""
+        key = type(method), tuple((t.shape, t.dtype) for t in tensors_of(state))
+        if key not in self.places:
+            self.places[key] = over_tensors(torch.clone, state)
+        elif state is not self.places[key]:
+            over_tensors(lambda place, new: place.copy_(new), self.places[key], state)
+        return self.places[key]
 
     def pool(self) -> Any:
         """All recordings share one pool of memory: only one plays at a time."""
@@ -192,7 +227,13 @@ def copy_batch(place: Batch, new: Batch) -> None:
 def signature(state: State, batches: Sequence[Batch]) -> Any:
     """What a recording depends on: the number of clients and the shapes of the batches."""
     shapes = tuple(
-        (b.full, b.targets, b.key is None, *((n, t.shape) for n, t in sorted(b.tensors.items())))
+        (
+            b.full,
+            b.targets,
+            b.row_targets,
+            b.key is None,
+            *((n, t.shape) for n, t in sorted(b.tensors.items())),
+        )
         for b in batches
     )
     return state.x.shape, shapes

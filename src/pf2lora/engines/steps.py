@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from pf2lora.core.method import Judge, Loss, Method, State, StepStats, moved, put, take
+from pf2lora.core.method import Judge, Loss, Method, State, StepStats, take
 from pf2lora.engines.bad_clients import UpdateLedger, change, lost
 from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.rates import Rates, StepRates
 from pf2lora.engines.room import Room
 from pf2lora.engines.stepper import NO_RATES, PlainStepper, Stepper
+from pf2lora.engines.travel import travelling
 
 
 class Step(NamedTuple):
@@ -141,33 +142,39 @@ class LocalTraining:
         """The local steps of round `number`; who is bad keeps its place in `state`, the others' new ones are written
         over it."""
         method, trained_so_far = self.method, Trained([], [], {})
-        for variant, alike in variants(method, state, learners, number):
-            told = Told(self.on_step)
+        with travelling(state, torch.device(self.device)) as travel:
+            for variant, alike in variants(method, state, learners, number):
+                told = Told(self.on_step)
 
-            def train(
-                together: list[int], variant: Method = variant, told: Told = told
-            ) -> tuple[State, State, StepStats]:
-                told.steps.clear()
-                part = moved(take(state, together), self.device)
-                if method.resizes and self.judges is not None and number > 1:
-                    part = method.resize(part, self.judges(together))
-                done = [steps_done[i] for i in together]
-                rates = self.rates.of_round(variant, together, number, part.x)
-                how = told, self.stepper, rates
-                return part, *local_steps(
-                    variant, self.F, part, self.source, together, done, self.steps, *how
-                )
+                def train(
+                    together: list[int],
+                    variant: Method = variant,
+                    alike: list[int] = alike,
+                    told: Told = told,
+                ) -> tuple[State, State, StepStats]:
+                    told.steps.clear()
+                    after = alike.index(together[-1]) + 1
+                    part = travel.fetch(together, alike[after : after + len(together)])
+                    if method.resizes and self.judges is not None and number > 1:
+                        part = method.resize(part, self.judges(together))
+                    done = [steps_done[i] for i in together]
+                    rates = self.rates.of_round(variant, together, number, part.x)
+                    how = told, self.stepper, rates
+                    return part, *local_steps(
+                        variant, self.F, part, self.source, together, done, self.steps, *how
+                    )
 
-            def undo(told: Told = told) -> None:
-                told.undo()
-                self.stepper.forget()
+                def undo(told: Told = told) -> None:
+                    told.undo()
+                    travel.drop()
 
-            for together, (part, trained, stats) in self.room.passes(alike, train, undo):
-                bad = ledger.judge(together, stats.loss, change(part, trained))
-                good = [column for column, i in enumerate(together) if i not in bad]
-                if good:
-                    put(state, [together[column] for column in good], take(trained, good))
-                trained_so_far.learners.extend(together)
-                trained_so_far.stats.append(stats)
-                trained_so_far.bad.update(bad)
+                for together, (part, trained, stats) in self.room.passes(alike, train, undo):
+                    bad = ledger.judge(together, stats.loss, change(part, trained))
+                    good = [column for column, i in enumerate(together) if i not in bad]
+                    if good:
+                        travel.bring_back([together[column] for column in good], take(trained, good))
+                    trained_so_far.learners.extend(together)
+                    trained_so_far.stats.append(stats)
+                    trained_so_far.bad.update(bad)
+                    del part, trained  # the next pass needs their memory
         return trained_so_far

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pf2lora.run.evaluation import Models, summary
+from pf2lora.run.fitting import fitted_to_answer
 from pf2lora.run.gathering import measure_all
 from pf2lora.run.result import Baseline
 from pf2lora.run.set_up import set_up
@@ -28,7 +29,7 @@ def baselines(workload: Workload) -> dict[str, Baseline]:
 def untrained(workload: Workload) -> Baseline:
     """The model that every method begins with: all adapters add nothing yet, so any method shows it."""
     training = workload.config.training
-    trial = set_up(workload, training.method[0], training.seed, compiled=False)
+    trial = fitted_to_answer(set_up(workload, training.method[0], training.seed, compiled=False))
     try:
         clients = len(trial.workload.clients)
         common, personal = (t[:1].expand(clients, -1) for t in (trial.state.x, trial.state.y))

@@ -10,14 +10,14 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from pf2lora.data.memory import PLACE, Tables
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.engines.processes import current
+from pf2lora.engines.room import NoRoom, ran_out
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
 from pf2lora.methods.own_size import AUTO, FIXED
+from pf2lora.run import compiling
 from pf2lora.run import trial as trials
 from pf2lora.run.baselines import baselines
 from pf2lora.run.checkpoints import Checkpoints, Finished
@@ -28,12 +28,11 @@ from pf2lora.run.launch import limited
 from pf2lora.run.made_with import machine, versions
 from pf2lora.run.progress import shown
 from pf2lora.run.result import Baseline, ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
-from pf2lora.run.resuming import out_of_memory
 from pf2lora.run.set_up import Trial, check_methods, method_settings, schedule_of, set_up
 from pf2lora.run.trial import Outcome
 from pf2lora.run.work import Meter, before_training, work_of_rounds
 from pf2lora.run.workload import Workload, load_workload
-from pf2lora.tasks.base import telling_rows
+from pf2lora.tasks.answering import telling_rows
 
 SAY_NOTHING = ("clients", "data", "train", "files", "")  # names of folders that tell nobody what is in them
 
@@ -165,7 +164,8 @@ def failure(error: Exception, *, alone: bool) -> str | None:
     no memory can go on when it is given some."""
     if isinstance(error, Diverged):
         return str(error)
-    return "it takes more memory than there is" if out_of_memory(error) and not alone else None
+    no_memory = isinstance(error, NoRoom) or ran_out(error)
+    return "it takes more memory than there is" if no_memory and not alone else None
 
 
 def tell_notes(workload: Workload, watcher: Watcher, told: set[str]) -> None:
@@ -218,8 +218,8 @@ def run_seeds(
         watcher.event(MethodStarted(name, now, len(seeds) - len(now) - sum(map(len, together))))
         try:
             found = run_together(workload, asked, now, watcher, keeper)
-        except torch.cuda.OutOfMemoryError:
-            if len(now) == 1:
+        except RuntimeError as error:
+            if len(now) == 1 or not ran_out(error):
                 raise
             watcher.on_note(
                 f"{asked}: {len(now)} seeds in one pass take more memory than there is: one by one"
@@ -251,7 +251,7 @@ def run_together(
         "" if training.seeds == 1 else f", seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     )
     if seeds[0] == training.seed:
-        for line in [*method.notes(), *([fit] if fit else [])]:
+        for line in filter(None, [*method.notes(), compiling.why(trial.workload, asked, len(seeds)), fit]):
             watcher.on_note(f"{method.name}: {line}")
     meter = Meter(workload, asked, len(seeds), watcher.event)
     try:

@@ -28,9 +28,25 @@ def compiles(workload: Workload, method: str, seeds: int) -> bool:
         return model.compile
     if workload.device.type != "cuda":
         return False
+    return training_operations(workload, method, seeds) > repaid_from(workload)
+
+
+def repaid_from(workload: Workload) -> float:
+    """The operations of training from which on compiling repays itself."""
     known = ARCHITECTURES.get(workload.base.config.model_type)
     kind = "causal" if known is not None and known.attention == "causal" else "encoder"
-    return training_operations(workload, method, seeds) > REPAID_PER_LENGTH[kind] * lengths(workload)
+    return REPAID_PER_LENGTH[kind] * lengths(workload)
+
+
+def why(workload: Workload, method: str, seeds: int) -> str:
+    """A line where passes are compiled and nobody said so."""
+    if workload.config.model.compile is not None or not compiles(workload, method, seeds):
+        return ""
+    operations, count = training_operations(workload, method, seeds), lengths(workload)
+    return (
+        f"passes are compiled (--compile): about {operations:.1e} operations of training, and batches of "
+        f"{count} length{'s' if count > 1 else ''} repay it from {repaid_from(workload):.1e} on"
+    )
 
 
 def lengths(workload: Workload) -> int:

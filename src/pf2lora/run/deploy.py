@@ -11,7 +11,6 @@ from torch import Tensor
 from pf2lora.core.choice import gain
 from pf2lora.core.method import Method, State, moved, over_tensors, put, take
 from pf2lora.engines.local import Round
-from pf2lora.engines.room import Room
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.engines.steps import local_steps, variants
 from pf2lora.run.config import TrainingSettings
@@ -191,10 +190,11 @@ def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Mode
     """The models after each of `rounds` rounds of local steps with nothing sent; they begin where `state`, that after
     round `number`, ends."""
     workload, schedule = trial.workload, trial.schedule
-    learners = range(len(trial.source.names))
-    per_pass = schedule.clients_per_pass or len(learners)
-    state, room = over_tensors(torch.clone, state), Room(per_pass)
+    learners, room = range(len(trial.source.names)), trial.room
+    state = over_tensors(torch.clone, state)
+    room.give_back()  # what was recorded of the rounds before, which are over
     stepper = make_stepper(trial.F, workload.device, graphs=workload.config.model.graphs)
+    room.holders.add(stepper)
     for i in range(rounds):
         done = (number + i) * schedule.steps
         for variant, alike in variants(trial.method, state, learners, number + i + 1):
@@ -205,6 +205,6 @@ def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Mode
                 begun = trial.F, part, trial.source, together, [done] * len(together), schedule.steps
                 return local_steps(variant, *begun, stepper=stepper, rates=rates)[0]
 
-            for together, part in room.passes(alike, train, stepper.forget):
+            for together, part in room.passes(alike, train):
                 put(state, together, part)
         yield models_in_use(trial, state, number + i + 1, received=False)

@@ -17,7 +17,6 @@ from pf2lora.core.method import Method, moved, take
 from pf2lora.data.client import Client
 from pf2lora.data.files import expand_paths
 from pf2lora.data.loading import filled_in, load_clients
-from pf2lora.engines.room import Room
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.engines.steps import local_steps, variants
 from pf2lora.errors import UserError
@@ -180,8 +179,7 @@ def timed_steps(trial: Trial) -> float:
     """Seconds of one local step of all clients."""
     stepper = make_stepper(trial.F, trial.workload.device, graphs=False)
     learners = range(len(trial.source.names))
-    per_pass = trial.schedule.clients_per_pass or len(learners)
-    room, total = Room(per_pass), 0.0
+    total = 0.0
     for variant, alike in variants(trial.method, trial.state, learners, 1):
 
         def seconds(together: list[int], variant: Method = variant) -> float:
@@ -193,7 +191,7 @@ def timed_steps(trial: Trial) -> float:
                 stats.loss.tolist()  # a device works on behind its caller's back
             return (time.perf_counter() - started) / TIMED_STEPS
 
-        total += sum(found for _, found in room.passes(alike, seconds))
+        total += sum(found for _, found in trial.room.passes(alike, seconds))
     return total
 
 

@@ -78,19 +78,18 @@ def models_in_use(trial: Trial, state: State, number: int, *, received: bool = T
     common, personal = state.x, state.y
     resizes = received and method.resizes and trial.workload.validation is not None
     if method.adapts_before_use or resizes:
-        learners = range(len(trial.source.names))
-        per_pass = schedule.clients_per_pass or len(learners)
         next_batch = number * schedule.steps * method.draws
-        found = []
-        for i in range(0, len(learners), per_pass):
-            together = learners[i : i + per_pass]
+
+        def adapt(together: list[int]) -> list[Tensor]:
             part = moved(take(state, together), trial.workload.device)
             if resizes:
                 part = method.resize(part, judge(trial, together, trial.workload.validation), serving=True)
             numbers = range(next_batch, next_batch + method.personal_draws)
             batches = (trial.source.draw(together, [n] * len(together)) for n in numbers)
             adapting = method.with_rates(trial.rates.outside(method, together, part.x))
-            found.append([t.to(common.device) for t in adapting.personal(trial.F, part, *batches)])
+            return [t.to(state.x.device) for t in adapting.personal(trial.F, part, *batches)]
+
+        found = [models for _, models in trial.room.passes(range(len(trial.source.names)), adapt)]
         common, personal = (torch.cat(parts) for parts in zip(*found))
     if method.pooled:
         count = len(trial.workload.clients)

@@ -113,7 +113,8 @@ class Joining:
         own beginning may keep a part only."""
         run, size = self.run, self.config.training.batch_size
         source = batch_source(
-            self.config, self.workload.train, self.workload.names, (run.saved.seed,), size, method.draws
+            *(self.config, self.workload.train, self.workload.names, (run.saved.seed,), size, method.draws),
+            run.task.rooms.training,
         )
         state = method.init(common, personal)._replace(x=common)
         loss = partial(run.task.loss, run.model)
@@ -175,6 +176,7 @@ class Joining:
                 device=self.run.device,
                 on_step=on_step,
                 judges=None if self.workload.validation is None else partial(sampled_judge, trial),
+                room=trial.room,
             ):
                 if done.number in measured:
                     yield done

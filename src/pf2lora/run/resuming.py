@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pf2lora import folder_lock
 from pf2lora.engines.processes import Processes, ProcessLost
+from pf2lora.engines.room import ran_out
 from pf2lora.errors import CannotWrite, UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import checkpoints, folder, snapshot
@@ -18,8 +19,6 @@ from pf2lora.run.fingerprint import CannotGoOn
 from pf2lora.run.interruption import Interrupted
 from pf2lora.run.launch import command_prefix
 from pf2lora.run.result import FILE, Result, from_json, load_result
-
-OUT_OF_MEMORY = ("out of memory", "not enough memory")  # as torch says it, on CUDA and on the host
 
 
 def command(config: Config, out: Path) -> str:
@@ -81,14 +80,6 @@ def begun(keeper: Checkpoints) -> bool:
         raise CannotGoOn(f"{error}; --force or another --out starts anew") from None
 
 
-def out_of_memory(error: Exception) -> bool:
-    """Whether memory has ended, on the device or on the host."""
-    line = (str(error).splitlines() or [""])[0]
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in line for words in OUT_OF_MEMORY)
-    )
-
-
 @contextmanager
 def saying_how(again: str, keeper: Checkpoints) -> Iterator[None]:
     """Signals end a round first; and whatever else stops a run, memory, disk or a second Ctrl-C, is one line that says
@@ -110,7 +101,7 @@ def saying_how(again: str, keeper: Checkpoints) -> Iterator[None]:
         refused.line += f"; then go on with: {again}"
         raise refused from None
     except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
+        if not ran_out(error):
             raise
         line = (str(error).splitlines() or ["no memory"])[0]
         raise UserError(

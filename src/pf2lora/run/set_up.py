@@ -18,10 +18,11 @@ from pf2lora.core.rates import RateSchedule
 from pf2lora.engines.batches import Encoded, EncodedSource
 from pf2lora.engines.local import Schedule
 from pf2lora.engines.rates import Rates
+from pf2lora.engines.room import Room, Rooms
 from pf2lora.engines.share import Share
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
-from pf2lora.run.compiling import compiles
+from pf2lora.run.compiling import compiles, lengths
 from pf2lora.run.config import Config
 from pf2lora.run.sharing import part_of, share_of
 from pf2lora.run.workload import Workload
@@ -69,6 +70,11 @@ class Trial:
         return list(self.source.clients) if self.method.pooled else self.whole.names
 
     @property
+    def room(self) -> Room:
+        """How much of a local step shares a pass."""
+        return self.workload.task.rooms.training
+
+    @property
     def rates(self) -> Rates:
         """The learners' rates, where they are not the method's numbers."""
         return self.schedule.rates_of(len(self.source.clients))
@@ -93,7 +99,7 @@ def set_up(
     model = TwoLevelModel(workload.base, adapter_spec(config, name))
     try:
         if compiled and compiles(workload, name, len(seeds)):
-            model.compile()
+            model.compile(lengths(workload))
         model.repeat_layers(config.model.checkpointing == "on")
         names = ["pooled"] if kind.pooled else workload.names
         clients = len(names) if kind.pooled else len(whole.clients)
@@ -126,7 +132,10 @@ def set_up(
         rows = whole.train.pooled() if kind.pooled else workload.train
         learners = len(participants(seeds[0], 1, len(whole.clients), schedule.participation))
         size = method.batch_size(config.training.batch_size, learners)
-        source = batch_source(config, rows, names, seeds, size, method.draws)
+        # The trial's own: a method that takes more memory leaves the others theirs.
+        rooms = Rooms.of(config.training.most_per_pass, config.training.micro_batch or size)
+        workload = replace(workload, task=workload.task.in_rooms(rooms))
+        source = batch_source(config, rows, names, seeds, size, method.draws, rooms.training)
         first = zip(*(model.initial(seed, names) for seed in seeds))
         state = method.init(*(torch.cat(t) for t in first))  # on the host: the engine moves whom it trains
     except BaseException:
@@ -174,9 +183,16 @@ def merging_method(config: Config, name: str, layout: Layout, clients: int) -> M
 
 
 def batch_source(
-    config: Config, rows: Encoded, names: list[str], seeds: tuple[int, ...], size: int, draws: int
+    config: Config,
+    rows: Encoded,
+    names: list[str],
+    seeds: tuple[int, ...],
+    size: int,
+    draws: int,
+    room: Room | None = None,
 ) -> EncodedSource:
-    """Training batches of `size` rows as the config describes them, `draws` for each local step."""
+    """Training batches of `size` rows as the config describes them, `draws` for each local step; of which so many as
+    there is `room` for are computed at once."""
     once_per_length = config.model.compile or (config.model.graphs and rows.device.type == "cuda")
     return EncodedSource(
         replace(rows, pad_to_multiple_of=FEW_LENGTHS) if once_per_length else rows,
@@ -186,6 +202,7 @@ def batch_source(
         keyed=config.adapter.dropout > 0,
         window=WINDOW if config.training.group_by_length else 1,
         alike=draws if once_per_length else 1,
+        room=room,
     )
 
 

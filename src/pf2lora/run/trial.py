@@ -14,6 +14,7 @@ from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.method import State
 from pf2lora.core.ranks import client_share, learned_ranks
 from pf2lora.engines.local import After, Round, train
+from pf2lora.engines.room import attempt
 from pf2lora.engines.steps import Step
 from pf2lora.run import costs, privacy
 from pf2lora.run.cadence import rounds_to_evaluate
@@ -98,6 +99,7 @@ def run(
         judges=partial(sampled_judge, trial) if watched.deployment else None,
         after=after,
         share=trial.learners,
+        room=trial.room,
     ):
         started = time.perf_counter()
         records, last = round_records(trial, done, measured_rounds, watched)
@@ -227,15 +229,19 @@ def outcomes(trial: Trial, done: Round, watched: Watched, memory: int | None) ->
         models = deployment.models
         common = [vector for _, vector in deployment.common] if shared else None
     memory, steps = largest(trial, memory), all_steps(trial, watched.steps)
-    counting = partial(steps.flops, trial.F, trial.source, trial.state, trial.workload.device)
-    flops = trial.share.processes.from_first(counting)
+
+    def counted() -> float | None:
+        """A client's step keeps everything while it is counted: where there is no memory for that, nobody knows."""
+        trial.room.give_back()  # what was recorded is over
+        found = attempt(steps.flops, trial.F, trial.source, trial.state, trial.workload.device)
+        return None if found is None else found[0] / len(trial.seeds) / done.number
+
+    flops = trial.share.processes.from_first(counted)
     found = []
     for s in range(len(trial.seeds)):
         own, here = own_slice(trial, s), trial.share.own(s)
         record = seed_run(trial, watched, s)
-        record = replace(
-            record, flops_per_round=flops / len(trial.seeds) / done.number, peak_memory_bytes=memory
-        )
+        record = replace(record, flops_per_round=flops, peak_memory_bytes=memory)
         examples = (watched.deployed or watched.last[SERVED]).examples[own]
         vector = None if common is None else common[s]
         common_of, personal_of = (rows_at_first(trial, t[here]) for t in models)

@@ -15,11 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from pf2lora.atomic import make_folder, write_json
 from pf2lora.core.method import Method
 from pf2lora.engines.bad_clients import Diverged
+from pf2lora.engines.room import NoRoom, ran_out
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.parsing import read_json
@@ -33,7 +32,7 @@ from pf2lora.run.result import SeedRun
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.work import Meter
 from pf2lora.run.workload import Workload
-from pf2lora.tasks.base import telling_rows
+from pf2lora.tasks.answering import telling_rows
 
 Rates = dict[str, Any]
 """Values of a method's own fields, or of the run's settings, by name."""
@@ -186,7 +185,9 @@ def run_tries(
             found = [Try(broken, None, str(error))]
             if rest := [rates for rates in group if rates is not broken]:
                 waiting.insert(0, rest)
-        except torch.cuda.OutOfMemoryError:
+        except (RuntimeError, NoRoom) as error:
+            if not (isinstance(error, NoRoom) or ran_out(error)):
+                raise
             if len(group) == 1:
                 found = [Try(group[0], None, "it takes more memory than there is")]
             else:

@@ -18,6 +18,7 @@ from pf2lora.data.memory import Tables
 from pf2lora.data.suspicions import few_rows
 from pf2lora.engines.batches import Encoded
 from pf2lora.engines.processes import ALONE, Processes, current
+from pf2lora.engines.room import Rooms
 from pf2lora.errors import UserError
 from pf2lora.run.config import Config
 from pf2lora.tasks.base import Task
@@ -71,7 +72,7 @@ def load_workload(
         clients = load_clients(config.task, config.data, seed, labels=agreed, notes=notes, tables=tables)
     notes += few_rows(clients, config.training.batch_size)
     task = build_task(config, agreed or config.task.labels(clients), metric)
-    task.clients_per_pass, task.micro_batch = config.training.most_per_pass, config.training.micro_batch
+    task.rooms = Rooms.of(config.training.most_per_pass, config.training.micro_batch)
     base = load_base(config, task, device)
     train = task.encode([client.train for client in clients], training=True).to(device)
     test = task.encode([client.test for client in clients], training=False).to(device)
@@ -131,13 +132,19 @@ def choose_device(name: str) -> torch.device:
 
 
 def check_lengths(config: Config, base: PreTrainedModel, *parts: Encoded) -> None:
-    """The longest input must fit the model's table of positions, where it has one (RoBERTa's begins after padding)."""
+    """The longest input must fit the model's table of positions, where it has one (RoBERTa's begins after padding); and
+    there must be one: a prompt that fills its window leaves no room for what should follow."""
     tables = [
         module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         for name, module in base.named_modules()
         if name.endswith(("position_embeddings", "wpe")) and isinstance(module, torch.nn.Embedding)
     ]
     positions = min(tables, default=math.inf)
+    if not all(len(part.lengths) for part in parts):
+        raise UserError(
+            f"every test prompt fills the window of {getattr(config.task, 'max_length', None)} tokens, and no test row "
+            f"has a loss: give a larger --max-length"
+        )
     longest = max(int(part.lengths.max()) for part in parts)
     if longest > positions:
         raise UserError(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.accumulation import mean_loss
 from pf2lora.engines.batches import Batch, Encoded
+from pf2lora.engines.room import Rooms
 from pf2lora.errors import UserError
+from pf2lora.tasks.answering import answered_batches
 from pf2lora.tasks.settings import Metric
 
 Row = TypeVar("Row")
@@ -55,10 +56,6 @@ class Task(ABC, Generic[Row, Prediction]):
     labels: list[str] = []  # noqa: RUF012  the names of the model's outputs, where they have names
     metrics: dict[str, Metric]  # the headline first
     tokenizer: PreTrainedTokenizerBase
-    clients_per_pass: int | None = None  # answering in one pass; bounds memory, as in training
-    micro_batch: int | None = (
-        None  # rows of each client whose gradient is taken at once; None: the whole batch
-    )
     evaluation_batch: int = 64  # rows of each client that are answered at once
     shown_examples: ClassVar[int] = 3  # of each client, unless the run says how many
     trivial_label: ClassVar[str] = ""
@@ -90,7 +87,7 @@ class Task(ABC, Generic[Row, Prediction]):
             losses, weights = self.example_losses(model, common, personal, batch)
             return losses.view(batch.clients, -1).sum(1), weights.view(batch.clients, -1).sum(1)
 
-        return mean_loss(sums, common, personal, batch, self.micro_batch)
+        return mean_loss(sums, common, personal, batch, self.rooms.training.rows)
 
     def losses(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, clients: Sequence[int]
@@ -101,21 +98,19 @@ class Task(ABC, Generic[Row, Prediction]):
         shape = len(clients), max(rows.sizes(), default=0)
         losses = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
         weights = losses.clone()
-        filled = [0] * len(clients)
-        with torch.no_grad():
-            for together, index, real in evaluation_batches(
-                rows, self.evaluation_batch, self.clients_per_pass
-            ):
-                at = torch.tensor(together)
-                x, y = (t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
-                found = self.example_losses(model, x, y, encoded.batch(len(together), index))
-                width, start = len(index) // len(together), filled[together[0]]
-                filling = torch.arange(width) >= torch.tensor(real).unsqueeze(1)
-                for whole, values in zip((losses, weights), found):
-                    part = values.double().view(len(together), -1).masked_fill(filling.to(device), torch.nan)
-                    whole[at.to(device), start : start + width] = part
-                for k in together:
-                    filled[k] += width
+
+        def answer(x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            return self.example_losses(model, x, y, batch)
+
+        answered = answered_batches(
+            answer, common, personal, rows, self.evaluation_batch, self.rooms.answering
+        )
+        for (together, index, real, start), found in answered:
+            at, width = torch.tensor(together, device=device), len(index) // len(together)
+            filling = torch.arange(width) >= torch.tensor(real).unsqueeze(1)
+            for whole, values in zip((losses, weights), found):
+                part = values.double().view(len(together), -1).masked_fill(filling.to(device), torch.nan)
+                whole[at, start : start + width] = part
         # Every example's loss times its weight, over the mean weight: the rows' mean is the weighted one.
         return (losses / weights.nanmean(1, keepdim=True)).to(common.device)
 
@@ -127,6 +122,9 @@ class Task(ABC, Generic[Row, Prediction]):
 
         `final` asks for what is too costly to do during a run as well: generated text.
         """
+
+    def make_room_to_write(self, model: TwoLevelModel, encoded: Encoded, memory: float) -> None:
+        """Write no more texts at once than so many bytes hold; for tasks that write any."""
 
     @abstractmethod
     def score(self, predictions: Sequence[Prediction], rows: Sequence[Row]) -> Scores:
@@ -184,6 +182,18 @@ class Task(ABC, Generic[Row, Prediction]):
         """The scores of the best answer that looks at no text, which `trivial_label` names; None where there is no
         such answer."""
         return None
+
+    @cached_property
+    def rooms(self) -> Rooms:
+        """How much of it shares a pass: all, until the device's memory says otherwise."""
+        return Rooms.of()
+
+    def in_rooms(self, rooms: Rooms) -> Self:
+        """The same task for one trial, whose passes have room of their own; what it has to say is said by both."""
+        _ = self._notes
+        other = copy(self)
+        other.rooms = rooms
+        return other
 
     @property
     def notes(self) -> list[str]:
@@ -246,72 +256,3 @@ def pad_columns(
     return Encoded(
         columns, row_columns, lengths, starts, targets=targets
     )  # nothing predicts a row's first token
-
-
-ROWS_ANSWERED: ContextVar[Callable[[int], None]] = ContextVar("rows answered", default=lambda rows: None)
-"""Who is told how many more rows were answered, while a run evaluates: a bar that would stand still otherwise."""
-
-
-@contextmanager
-def telling_rows(tell: Callable[[int], None]) -> Iterator[None]:
-    """Meanwhile `tell` hears of every batch of rows that was answered."""
-    before = ROWS_ANSWERED.set(tell)
-    try:
-        yield
-    finally:
-        ROWS_ANSWERED.reset(before)
-
-
-class EvaluationBatch(NamedTuple):
-    """Rows of several clients for one forward pass; `real[i]` of client i's rows are not filling."""
-
-    clients: list[int]
-    rows: np.ndarray  # (K·b,) of the encoded data
-    real: list[int]
-
-
-def evaluation_batches(
-    encoded: Encoded, size: int, clients_per_pass: int | None = None
-) -> Iterator[EvaluationBatch]:
-    """Every row of every client once, longest rows first, `size` rows of each client at a time.
-
-    Clients that have run out of rows drop out of the stack; a client's last batch is filled with its last row.
-    """
-    orders = [
-        start + np.argsort(-encoded.lengths[start:stop], kind="stable") for start, stop in encoded.spans
-    ]
-    per_pass = clients_per_pass or len(orders)
-    for i in range(0, max(map(len, orders), default=0), size):
-        active = [k for k, order in enumerate(orders) if len(order) > i]
-        for j in range(0, len(active), per_pass):
-            clients = active[j : j + per_pass]
-            rows = [orders[k][i : i + size] for k in clients]
-            width = max(map(len, rows))
-            filled = [np.concatenate([r, np.repeat(r[-1:], width - len(r))]) for r in rows]
-            yield EvaluationBatch(clients, np.concatenate(filled), [len(r) for r in rows])
-            ROWS_ANSWERED.get()(sum(map(len, rows)))
-
-
-@torch.no_grad()
-def predict_rows(
-    function: Callable[[Tensor, Tensor, Batch], Any],
-    common: Tensor,
-    personal: Tensor,
-    encoded: Encoded,
-    size: int,
-    clients_per_pass: int | None = None,
-) -> list[list[Any]]:
-    """`function` of every row, per client in the rows' order; it returns one answer per row of its batch."""
-    answers: list[list[Any]] = [[None] * n for n in encoded.sizes()]
-    device, spans = encoded.device, encoded.spans
-    for clients, index, real in evaluation_batches(encoded, size, clients_per_pass):
-        at = torch.tensor(clients, device=common.device)
-        batch = encoded.batch(len(clients), index)
-        found = function(
-            common.index_select(0, at).to(device), personal.index_select(0, at).to(device), batch
-        )
-        width = len(index) // len(clients)
-        for i, (k, count) in enumerate(zip(clients, real)):
-            for j in range(i * width, i * width + count):
-                answers[k][index[j] - spans[k][0]] = found[j]
-    return answers

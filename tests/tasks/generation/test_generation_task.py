@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from pf2lora.adapters.base_model import load_tokenizer
+from pf2lora.adapters.layers import Adapted
 from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded, EncodedSource
 from pf2lora.engines.local import Schedule, train
@@ -27,9 +28,10 @@ from pf2lora.errors import UserError
 from pf2lora.methods.pf2lora import PF2LoRA
 from pf2lora.tasks.generation import scores as nlg
 from pf2lora.tasks.generation.decoding import NoRepeatInText, left_padded
+from pf2lora.tasks.generation.encoding import PromptExamples
 from pf2lora.tasks.generation.prompts import PromptRow
 from pf2lora.tasks.generation.settings import GenerationSettings
-from pf2lora.tasks.generation.task import Generation
+from pf2lora.tasks.generation.task import Generation, beam_bytes
 
 FOODS = ("pizza", "noodles", "fish and chips", "tapas")
 TEXTS = [f"The {food} place is near the river." for food in FOODS]
@@ -143,6 +145,51 @@ def test_clients_together_generate_what_each_generates_alone(kind: str, decoding
         model, x[[1, 0, 2]], y[[1, 0, 2]], [prompts[0], prompts[1], prompts[2]]
     )
     assert swapped[0] != together[0]  # a client's adapters matter
+
+
+def test_where_memory_ends_fewer_beams_are_followed_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory for five sequences: one prompt of four beams. What is trained or answered has room of its own."""
+    model, x, y = two_level("gpt2", 3)
+    prompts = [["pizza", "a longer prompt about noodles", "tapas"], ["fish and chips"], ["b", "the river"]]
+    expected = task(beams=4).generate(model, x, y, prompts)
+    forward = Adapted.forward
+
+    def bounded(self: Adapted, u: Tensor) -> Tensor:
+        if len(u) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(self, u)
+
+    monkeypatch.setattr(Adapted, "forward", bounded)
+    ours = task(beams=4)
+    assert ours.generate(model, x, y, prompts) == expected
+    assert [r.getMessage().split(": from")[0] for r in caplog.records if r.name == "pf2lora"] == [
+        "out of memory with 3 clients in a writing pass",
+        "out of memory with 3 rows of a client in a writing pass",
+    ]
+    assert (ours.rooms.writing.clients, ours.rooms.writing.rows) == (1, 1)
+    assert (ours.rooms.answering.clients, ours.rooms.training.clients) == (None, None)
+
+
+def test_room_to_write_is_counted_in_beams() -> None:
+    """Of clients × prompts × beams sequences, each with a key and a value of every layer for every token."""
+    model, _, _ = two_level("llama", 3)
+    config = model.model.config
+    encoded = task().encode([rows("pizza", "noodles")] * 3, training=False)
+    assert isinstance(encoded, PromptExamples)
+    tokens = int(encoded.prompts.lengths.max()) + 12
+    width = config.num_key_value_heads * config.head_dim
+    cache = tokens * 2 * config.num_hidden_layers * width * 8
+    beam = beam_bytes(model.model, tokens)
+    assert beam >= cache and beam_bytes(model.model, 2 * tokens) - beam == 2 * cache
+    for memory, room in ((4 * 3 * 2.5 * beam, (2, None)), (4 * 2.5 * beam, (1, 2)), (0, (1, 1))):
+        ours = task(beams=4)
+        ours.make_room_to_write(model, encoded, memory)
+        assert (ours.rooms.writing.clients, ours.rooms.writing.rows) == room
+    unwritten = task(max_new_tokens=0)
+    unwritten.make_room_to_write(model, encoded, 0)
+    assert unwritten.rooms.writing.clients is None
 
 
 @KINDS

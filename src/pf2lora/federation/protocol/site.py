@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pf2lora.core.method import State
+from pf2lora.core.method import State, StepStats
 from pf2lora.core.privacy import clipped, standard_normal
 from pf2lora.engines.bad_clients import REMEDY, UpdateLedger, change
 from pf2lora.engines.stepper import make_stepper
@@ -45,6 +45,7 @@ class SiteSession:
         self.models = SiteModels(setup.trial, folder)
         config = setup.trial.workload.config
         self.stepper = make_stepper(setup.trial.F, setup.initial.x.device, graphs=config.model.graphs)
+        setup.trial.room.holders.add(self.stepper)
         self.privacy = setup.trial.schedule.privacy
         self.latest: Checkpoint | None = None  # the newest state on disk, to spare a read
         self.served: torch.Tensor | None = None  # the server's answer that came last (n,)
@@ -124,9 +125,12 @@ class SiteSession:
         began = state
         rates = trial.schedule.rates_of(1).of_round(variant, [0], number, state.x)
         how: dict[str, Any] = {"stepper": self.stepper, "rates": rates}
-        state, stats = local_steps(
-            variant, trial.F, state, trial.source, [0], [saved.steps], self.steps, **how
-        )
+
+        def train(clients: list[int]) -> tuple[State, StepStats]:
+            done = [saved.steps]
+            return local_steps(variant, trial.F, began, trial.source, clients, done, self.steps, **how)
+
+        ((_, (state, stats)),) = trial.room.passes([0], train)
         self.loss = finite(float(stats.loss.mean()))
         ledger = UpdateLedger(1, compare=False, largest=[saved.largest])
         bad = ledger.judge([0], stats.loss, change(began, state))

@@ -16,7 +16,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
-from pf2lora.tasks.base import Example, Scores, Shown, Task, pad_columns, predict_rows
+from pf2lora.tasks.answering import predict_rows
+from pf2lora.tasks.base import Example, Scores, Shown, Task, pad_columns
 from pf2lora.tasks.classification.rows import TextRow
 from pf2lora.tasks.classification.scores import (
     NO_ANSWER,
@@ -114,7 +115,7 @@ class Classification(Task[TextRow, np.ndarray]):
         def answer(common: Tensor, personal: Tensor, batch: Batch) -> np.ndarray:
             return self.logits(model, common, personal, batch).double().cpu().numpy()
 
-        return predict_rows(answer, common, personal, encoded, self.evaluation_batch, self.clients_per_pass)
+        return predict_rows(answer, common, personal, encoded, self.evaluation_batch, self.rooms.answering)
 
     def score(self, predictions: Sequence[np.ndarray], rows: Sequence[TextRow]) -> Scores:
         logits = np.stack(predictions)

@@ -25,7 +25,8 @@ from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
 from pf2lora.errors import UserError, listed
-from pf2lora.tasks.base import Example, Scores, Shown, Task, predict_rows
+from pf2lora.tasks.answering import predict_rows
+from pf2lora.tasks.base import Example, Scores, Shown, Task
 from pf2lora.tasks.generation import scores as nlg
 from pf2lora.tasks.generation.decoding import Decoding, left_padded
 from pf2lora.tasks.generation.encoding import Encoder, PromptExamples
@@ -51,6 +52,7 @@ TEXT_METRICS = {
     "rouge_2": Metric("ROUGE-2 F1", percent=False),
     "exact_match": Metric("exact match"),
 }
+LOGIT_COPIES = 6  # of a beam, in float32, while the next token is chosen
 LOSSES = {
     "loss": Metric("test loss", higher_is_better=False, percent=False),
     "perplexity": Metric("perplexity", higher_is_better=False, percent=False),
@@ -146,7 +148,7 @@ class Generation(Task[TextRow, Continuation]):
             losses, counted = self.token_losses(model, common, personal, batch)
             return list(zip(losses.double().sum(1).tolist(), counted.sum(1).tolist()))
 
-        found = predict_rows(answer, common, personal, encoded, self.evaluation_batch, self.clients_per_pass)
+        found = predict_rows(answer, common, personal, encoded, self.evaluation_batch, self.rooms.answering)
         losses = encoded.by_row(found)
         texts: Sequence[Sequence[str | None]] = [[None] * len(rows) for rows in losses]
         if final and self.settings.max_new_tokens:
@@ -158,6 +160,20 @@ class Generation(Task[TextRow, Continuation]):
             ]
             for rows, written in zip(losses, texts)
         ]
+
+    def make_room_to_write(self, model: TwoLevelModel, encoded: Encoded, memory: float) -> None:
+        """By what each beam of a prompt remembers: a pass is of clients × prompts × beams."""
+        if not self.writes:
+            return
+        assert isinstance(encoded, PromptExamples)
+        decoding, room = Decoding.of(self.settings, chat=self.encoder.writes_turns), self.rooms.writing
+        longest = int(encoded.prompts.lengths.max(initial=1)) + decoding.max_new_tokens
+        prompts = max(1, int(memory // (decoding.beams * beam_bytes(model.model, longest))))
+        if prompts < self.generation_batch:
+            room.clients, room.rows = 1, prompts
+            return
+        clients = prompts // self.generation_batch
+        room.clients = clients if room.clients is None else min(clients, room.clients)
 
     def generate(
         self,
@@ -198,7 +214,7 @@ class Generation(Task[TextRow, Continuation]):
             return [text.strip() for text in texts]
 
         prompts = prompts.to(model.model.device)
-        return predict_rows(answer, common, personal, prompts, self.generation_batch, self.clients_per_pass)
+        return predict_rows(answer, common, personal, prompts, self.generation_batch, self.rooms.writing)
 
     # --- scores ------------------------------------------------------------------------------------------
 
@@ -256,6 +272,16 @@ def counted_positions(batch: Batch) -> Tensor:
     following = torch.zeros_like(target)
     following[:, :-1] = target[:, 1:]
     return following
+
+
+def beam_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """About what a model takes to write one text of so many tokens, the prompt's among them: a key and a value of every
+    layer for each, twice while they grow, and some copies of the next token's logits."""
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    remembered = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
+    return 2 * tokens * remembered + LOGIT_COPIES * 4 * config.vocab_size
 
 
 def check_packing(model: PreTrainedModel, length: int) -> None:

@@ -21,7 +21,8 @@ from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.batches import Batch, Encoded
 from pf2lora.errors import UserError
-from pf2lora.tasks.base import Example, Examples, Scores, Shown, Task, pad_columns, predict_rows
+from pf2lora.tasks.answering import predict_rows
+from pf2lora.tasks.base import Example, Examples, Scores, Shown, Task, pad_columns
 from pf2lora.tasks.question_answering.rows import QuestionRow
 from pf2lora.tasks.question_answering.scores import exact_match, f1
 from pf2lora.tasks.question_answering.settings import (
@@ -214,9 +215,7 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
             null = (start.gather(1, cls) + end.gather(1, cls)).squeeze(1)
             return [Window(*each) for each in zip(null.tolist(), spans, losses.tolist())]
 
-        windows = predict_rows(
-            answer, common, personal, encoded, self.evaluation_batch, self.clients_per_pass
-        )
+        windows = predict_rows(answer, common, personal, encoded, self.evaluation_batch, self.rooms.answering)
         places = [encoded.offsets[start:stop] for start, stop in encoded.spans]
         found = encoded.by_row([list(zip(*both)) for both in zip(windows, places)])
         return [

@@ -1,0 +1,123 @@
+"""Every row of every client answered once, as many at a time as the device has memory for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pf2lora.engines.batches import Batch, Encoded
+from pf2lora.engines.room import Room, attempt
+
+Answers = TypeVar("Answers")
+
+ROWS_ANSWERED: ContextVar[Callable[[int], None]] = ContextVar("rows answered", default=lambda rows: None)
+"""Who is told how many more rows were answered, while a run evaluates: a bar that would stand still otherwise."""
+
+
+@contextmanager
+def telling_rows(tell: Callable[[int], None]) -> Iterator[None]:
+    """Meanwhile `tell` hears of every batch of rows that was answered."""
+    before = ROWS_ANSWERED.set(tell)
+    try:
+        yield
+    finally:
+        ROWS_ANSWERED.reset(before)
+
+
+class EvaluationBatch(NamedTuple):
+    """Rows of several clients for one forward pass; `real[i]` of client i's rows are not filling."""
+
+    clients: list[int]
+    rows: np.ndarray  # (K·b,) of the encoded data
+    real: list[int]
+    start: int = 0  # how many longer rows of each client come before these
+
+
+def evaluation_batches(
+    encoded: Encoded, size: int, room: Room, run: Callable[[EvaluationBatch], Answers]
+) -> Iterator[tuple[EvaluationBatch, Answers]]:
+    """`run` of every row of every client once, longest rows first, `size` rows of each client at a time, or as much as
+    there is room for: where memory ends, a batch is done again in parts.
+
+    Clients that have run out of rows drop out of the stack; a client's last batch is filled with its last row.
+    """
+    orders = [
+        start + np.argsort(-encoded.lengths[start:stop], kind="stable") for start, stop in encoded.spans
+    ]
+    most = max(map(len, orders), default=0)
+    waiting = [(list(range(len(orders))), i, i + size) for i in range(0, most, size)]
+    waiting.reverse()
+    while waiting:
+        clients, start, stop = waiting.pop()
+        clients = [k for k in clients if len(orders[k]) > start]
+        if not clients:
+            continue
+        together, rows = clients[: room.clients], min(stop - start, room.rows or size)
+        # The rest comes after these: the same clients' shorter rows, and the other clients.
+        for rest in ((clients[len(together) :], start, stop), (together, start + rows, stop)):
+            if rest[0] and rest[1] < rest[2]:
+                waiting.append(rest)
+        batch = filled_batch(orders, together, start, start + rows)
+        done = attempt(run, batch)
+        if done is None:
+            width = len(batch.rows) // len(together)
+            if not (len(together) == width == 1 and room.give_back()):
+                room.halve(len(together), width)
+            waiting.append((together, start, start + rows))
+            continue
+        yield batch, done[0]
+        ROWS_ANSWERED.get()(sum(batch.real))
+
+
+def filled_batch(orders: Sequence[np.ndarray], clients: list[int], start: int, stop: int) -> EvaluationBatch:
+    """The clients' rows in their order from `start` to `stop`, as many of each."""
+    rows = [orders[k][start:stop] for k in clients]
+    width = max(map(len, rows))
+    filled = [np.concatenate([r, np.repeat(r[-1:], width - len(r))]) for r in rows]
+    return EvaluationBatch(clients, np.concatenate(filled), [len(r) for r in rows], start)
+
+
+def answered_batches(
+    function: Callable[[Tensor, Tensor, Batch], Answers],
+    common: Tensor,
+    personal: Tensor,
+    encoded: Encoded,
+    size: int,
+    room: Room,
+) -> Iterator[tuple[EvaluationBatch, Answers]]:
+    """`function` of the clients' models and every batch of their rows."""
+    device = encoded.device
+
+    def run(batch: EvaluationBatch) -> Answers:
+        at = torch.tensor(batch.clients)
+        with torch.no_grad():
+            x, y = (t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
+            return function(x, y, encoded.batch(len(batch.clients), batch.rows))
+
+    yield from evaluation_batches(encoded, size, room, run)
+
+
+def predict_rows(
+    function: Callable[[Tensor, Tensor, Batch], Any],
+    common: Tensor,
+    personal: Tensor,
+    encoded: Encoded,
+    size: int,
+    room: Room | None = None,
+) -> list[list[Any]]:
+    """`function` of every row, per client in the rows' order; it returns one answer per row of its batch."""
+    answers: list[list[Any]] = [[None] * n for n in encoded.sizes()]
+    spans = encoded.spans
+    answered = answered_batches(function, common, personal, encoded, size, room or Room())
+    for (clients, index, real, _), found in answered:
+        width = len(index) // len(clients)
+        for i, (k, count) in enumerate(zip(clients, real)):
+            for j in range(i * width, i * width + count):
+                answers[k][index[j] - spans[k][0]] = found[j]
+    return answers
