@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_fast_paths import StandInGraph, stand_in_graphs  # noqa: F401  a fixture
+from language_models import configurations
+from recordable import DEVICE, obstacles
+from test_fast_paths import StandInGraph, stand_in_graphs, there  # noqa: F401  a fixture
 from tokenizers_for_tests import byte_level
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM
 
 from pf2lora.adapters.quantised import quantise
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.adapters.two_level import TwoLevelModel
+from pf2lora.core.method import gradients, variable
 from pf2lora.engines.batches import EncodedSource
 from pf2lora.engines.local import Schedule, train
 from pf2lora.engines.stepper import GraphStepper, PlainStepper
@@ -35,33 +31,23 @@ from pf2lora.tasks.generation.task import Generation
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 VOCABULARY, CLIENTS = 4096, 3
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "max_position_embeddings": 128,
-    "head_dim": 16,
-}
-CONFIGS: dict[str, PretrainedConfig] = {
-    "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=4, n_head=4, n_positions=128),
-    "llama": LlamaConfig(**SMALL),
-    "qwen2": Qwen2Config(**{k: v for k, v in SMALL.items() if k != "head_dim"}),
-    "gemma2": Gemma2Config(**SMALL),
-}
+CONFIGS = configurations(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    intermediate_size=128,
+    max_position_embeddings=128,
+    pad_token_id=1,
+)
 TEXTS = [
     f"The {food} place is near the river, and open of an evening." for food in ("pizza", "noodle", "fish")
 ]
 TASK = Generation(byte_level(TEXTS * 20), GenerationSettings(max_length=64, max_new_tokens=0))
-ROWS = TASK.encode(
-    [
-        [PromptRow(t[: 4 + 3 * i], (t[: 20 + 7 * k],)) for i, t in enumerate(TEXTS * 3)]
-        for k in range(CLIENTS)
-    ],
-    training=True,
-)
+PROMPTS = [
+    [PromptRow(t[: 4 + 3 * i], (t[: 20 + 7 * k],)) for i, t in enumerate(TEXTS * 3)] for k in range(CLIENTS)
+]
+ROWS = TASK.encode(PROMPTS, training=True)
 
 
 def model_of(kind: str, device: str, dtype: torch.dtype = torch.float32, bits: str = "") -> TwoLevelModel:
@@ -96,6 +82,19 @@ def test_recorded_steps_of_language_models_replay_their_own_batches(stand_in_gra
     assert StandInGraph.replays > 0
     for ours, expected in zip(recorded, plain):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "packing"), [("llama", False), *((kind, True) for kind in CONFIGS)])
+def test_a_step_of_every_language_model_could_be_recorded(kind: str, packing: bool) -> None:
+    """With the loss at targets alone, on the meta device (`recordable.py`)."""
+    task = Generation(TASK.tokenizer, replace(TASK.settings, packing=packing))
+    model = model_of(kind, "meta")
+    names = [str(k) for k in range(CLIENTS)]
+    source = EncodedSource(task.encode(PROMPTS, training=True), names, 2, seeds=(0,))
+    batch = there(source.draw(range(CLIENTS), [0] * CLIENTS))
+    assert ("example" in batch.tensors) is packing
+    x, y = (variable(t.to(DEVICE)) for t in model.initial(0, names))
+    assert obstacles(lambda: gradients(task.loss(model, x, y, batch), x, y)) == []
 
 
 def same_run(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:

@@ -24,6 +24,7 @@ from pf2lora.adapters.architectures import (
     needed_mask,
     packed_mask,
     stack_relative_positions,
+    within_windows,
 )
 from pf2lora.adapters.base_model import fresh_parameters
 from pf2lora.adapters.first_state import factor_entries, first_values
@@ -207,9 +208,13 @@ class TwoLevelModel:
             mask = needed_mask(
                 self.architecture, attention_mask, self.dtype, common.device, length=length, fused=fused
             )
+        ready: Tensor | dict[str, Tensor] | None = mask
+        if self.architecture.attention == "causal":
+            inputs = {"use_cache": False} | dict(inputs)  # layers that are run again would fill it twice
+            ready = None if mask is None else within_windows(mask, self.model.config)
         with self.bound(common, personal, key):
             run = module if is_differentiated_twice() else self.compiled.get(module, module)
-            return run(attention_mask=mask, **inputs)
+            return run(attention_mask=ready, **inputs)
 
     def compile(self) -> None:
         """Let torch compile the passes: fused kernels, after some seconds for each shape of a batch. Of a language
