@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from language_models import configurations
-from recordable import DEVICE, obstacles
-from test_fast_paths import StandInGraph, stand_in_graphs, there  # noqa: F401  a fixture
+from test_fast_paths import StandInGraph, stand_in_graphs  # noqa: F401  a fixture
 from tokenizers_for_tests import byte_level
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from pf2lora.adapters.quantised import quantise
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.adapters.two_level import TwoLevelModel
-from pf2lora.core.method import gradients, variable
 from pf2lora.engines.batches import EncodedSource
 from pf2lora.engines.local import Schedule, train
 from pf2lora.engines.stepper import GraphStepper, PlainStepper
@@ -82,19 +79,6 @@ def test_recorded_steps_of_language_models_replay_their_own_batches(stand_in_gra
     assert StandInGraph.replays > 0
     for ours, expected in zip(recorded, plain):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "packing"), [("llama", False), *((kind, True) for kind in CONFIGS)])
-def test_a_step_of_every_language_model_could_be_recorded(kind: str, packing: bool) -> None:
-    """With the loss at targets alone, on the meta device (`recordable.py`)."""
-    task = Generation(TASK.tokenizer, replace(TASK.settings, packing=packing))
-    model = model_of(kind, "meta")
-    names = [str(k) for k in range(CLIENTS)]
-    source = EncodedSource(task.encode(PROMPTS, training=True), names, 2, seeds=(0,))
-    batch = there(source.draw(range(CLIENTS), [0] * CLIENTS))
-    assert ("example" in batch.tensors) is packing
-    x, y = (variable(t.to(DEVICE)) for t in model.initial(0, names))
-    assert obstacles(lambda: gradients(task.loss(model, x, y, batch), x, y)) == []
 
 
 def same_run(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:

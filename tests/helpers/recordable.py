@@ -9,18 +9,35 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
+from tiny import tiny_model
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
+from pf2lora.engines.batches import Batch
 from pf2lora.engines.stepper import no_mask_while_recording
 
 DEVICE = torch.device("meta")
+
+
+def attending(kind: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    model = tiny_model(kind, dtype=dtype)
+    if attention == "sdpa" and not model._supports_sdpa:
+        pytest.skip(f"{kind} has no fused attention")
+    model.set_attn_implementation(attention)
+    return model
+
+
+def there(batch: Batch) -> Batch:
+    return replace(batch, tensors={name: tensor.to(DEVICE) for name, tensor in batch.tensors.items()})
 
 
 def place() -> str:
