@@ -61,7 +61,12 @@ def test_compiling_has_a_row_for_each_length_with_what_repays_it(
 ) -> None:
     """What is compiled is noted and not compiled: that takes a minute, and other tests do."""
     compiled: list[nn.Module] = []
-    monkeypatch.setattr(torch, "compile", lambda module, dynamic: compiled.append(module) or module)
+
+    def compile(module: nn.Module, dynamic: bool) -> nn.Module:
+        compiled.append(module)
+        return module
+
+    monkeypatch.setattr(torch, "compile", compile)
     file = tmp_path / "rows.json"
     rows = scripts["compile_cost"].main(["--models", "small-roberta", "--clients", "2", "--json", str(file)])
     assert json.loads(file.read_text()) == rows and [row["length"] for row in rows] == [8, 4]

@@ -77,7 +77,7 @@ def test_a_step_of_every_language_model_could_be_recorded(kind: str, packing: bo
 def test_what_stands_in_the_way_is_found(asks: Any, named: str) -> None:
     p = on_stand_in(tiny_problem("roberta"))
     assert p.model is not None
-    encoder = p.model.model.base_model.encoder
+    encoder = p.model.model.get_submodule("roberta.encoder")
     encoder.register_forward_pre_hook(lambda module, args: (asks(args[0]), *args[1:]))
     batch = there(p.source.draw([0, 1, 2], [0, 0, 0]))
     (found,) = obstacles(lambda: p.F(p.x, p.y, batch))
