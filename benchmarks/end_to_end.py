@@ -214,7 +214,7 @@ def theirs(given: argparse.Namespace, way: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only so many rows")
     parser.add_argument("--ways", nargs="+", default=["homlora", "pf2lora", "peft", "trainer"])
     parser.add_argument("--json", type=Path, help="write the rows here, after each way")
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     quiet_libraries()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -246,6 +246,7 @@ def main() -> None:
         )
         if given.json:
             write_json(given.json, rows)
+    return rows
 
 
 if __name__ == "__main__":

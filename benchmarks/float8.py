@@ -174,7 +174,7 @@ def timed(work: Workload, clients: int, *, compiled: bool) -> dict[str, Any]:
     return {"ms": ms, "loss": loss, "peak_gb": peak_gb(work.device)}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--control", action="store_true", help="the losses in bfloat16 once more")
     parser.add_argument("--json", type=Path, help="write everything here")
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, Any] = {"machine": machine(device), "versions": versions("torch", "transformers")}
@@ -201,6 +201,7 @@ def main() -> None:
         found["losses"] = losses(given)
     if given.json:
         write_json(given.json, found)
+    return found
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    import torch
     from little_world import World
     from small_federation import Small
 
@@ -36,6 +37,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def softmax_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' written-out attention takes its softmax in float32, whatever the model's precision is."""
+    import torch
+
+    original = torch.nn.functional.softmax
+
+    def softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return original(scores, dim, dtype=None if scores.dtype == torch.float64 else dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
 
 
 @pytest.fixture

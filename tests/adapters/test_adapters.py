@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import CONFIGS, ENCODER, WIDTH, Problem, tiny_model, tiny_problem, tiny_two_level
+from peft import LoraConfig, get_peft_model
+from tiny import CONFIGS, WIDTH, Problem, tiny_model, tiny_problem, tiny_two_level
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DebertaV2Config,
-    DistilBertConfig,
     GPT2Config,
-    MistralConfig,
     PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
     RobertaConfig,
 )
 
+from pf2lora.adapters.architectures import ARCHITECTURES
 from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
 from pf2lora.core.randomness import keep_mask
 from pf2lora.engines.local import Schedule, train
@@ -62,42 +61,41 @@ def test_parameter_counts_are_the_papers(
     assert two_level.personal_layout.shared == 0
 
 
-TARGETS = {
-    "bert": ["query", "value"],
-    "roberta": ["query", "value"],
+TARGETS = {kind: ["query", "value"] for kind in ("bert", "roberta", "xlm-roberta", "electra")}
+TARGETS |= {
     "mpnet": ["attn.q", "attn.v"],
+    "distilbert": ["q_lin", "v_lin"],
     "deberta-v2": ["query_proj", "value_proj"],
     "gpt2": ["c_attn.q", "c_attn.v"],
-    "llama": ["q_proj", "v_proj"],
+    "phi3": ["qkv_proj.q", "qkv_proj.v"],
 }
+FUSED = ("gpt2", "phi3")  # counted in test_language_models.py
 
 
-@pytest.mark.parametrize("kind", TARGETS)
-def test_query_and_value_by_default(kind: str) -> None:
-    names = tiny_two_level(kind).layer_names
-    assert len(names) == 4
-    for target in TARGETS[kind]:
-        assert sum(n.endswith(f".{target}") for n in names) == 2
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_query_and_value_by_default_as_many_numbers_as_peft(kind: str) -> None:
+    model = tiny_two_level(kind, client_rank=0, head="frozen")
+    targets = TARGETS.get(kind, ["q_proj", "v_proj"])
+    assert len(model.layer_names) == 4
+    for target in targets:
+        assert sum(n.endswith(f".{target}") for n in model.layer_names) == 2
+    if kind not in FUSED:
+        theirs = get_peft_model(tiny_model(kind), LoraConfig(r=model.spec.rank, target_modules=targets))
+        trained = sum(p.numel() for p in theirs.parameters() if p.requires_grad)
+        assert model.common_layout.size == trained
 
 
-SMALL_LLAMA = ENCODER | {"num_key_value_heads": 1}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [Qwen2Config(**SMALL_LLAMA), Qwen3Config(**SMALL_LLAMA, head_dim=8), MistralConfig(**SMALL_LLAMA)],
-)
-def test_llama_like_models_have_their_defaults(config: PretrainedConfig) -> None:
-    model = AutoModelForSequenceClassification.from_config(config)
-    names = TwoLevelModel(model, AdapterSpec(4, 2)).layer_names
-    assert sorted(n.split(".")[-1] for n in names) == ["q_proj"] * 2 + ["v_proj"] * 2
+def test_the_readme_names_every_kind() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf8")
+    rows = [
+        line.split("|")[2] for line in readme.splitlines() if line.startswith(("| encoders", "| language"))
+    ]
+    assert {name.strip(" `") for row in rows for name in row.split(",")} == set(ARCHITECTURES) == set(CONFIGS)
 
 
 def test_heads_that_are_new_beside_the_classifier_are_trained_with_it() -> None:
-    sizes: dict[str, Any] = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "num_labels": 3}
-    config = DistilBertConfig(vocab_size=50, **sizes)
-    model = AutoModelForSequenceClassification.from_config(config)
-    assert set(TwoLevelModel(model, AdapterSpec(4, 2)).heads) == {"pre_classifier", "classifier"}
+    assert set(tiny_two_level("distilbert").heads) == {"pre_classifier", "classifier"}
+    assert set(tiny_two_level("electra").heads) == {"classifier.dense", "classifier.out_proj"}
     assert set(tiny_two_level("deberta-v2").heads) == {"pooler.dense", "classifier"}
     assert set(tiny_two_level("roberta").heads) == {"classifier.dense", "classifier.out_proj"}
     assert set(tiny_two_level("llama").heads) == {"score"}
@@ -175,6 +173,21 @@ def test_the_start_is_the_base_model(kind: str) -> None:
     assert {n for n, _ in two_level.model.named_parameters()} == {n for n, _ in base.named_parameters()}
 
 
+@pytest.mark.usefixtures("softmax_in_float64")
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_padded_row_has_the_logits_that_it_has_alone(kind: str) -> None:
+    p = tiny_problem(kind)
+    assert p.model is not None
+    random = torch.Generator().manual_seed(0)
+    tokens, lengths = torch.randint(3, 50, (6, 9), generator=random), [9, 4, 1, 7, 9, 5]
+    mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
+    together = p.model(p.x, p.y, input_ids=torch.where(mask == 1, tokens, 1), attention_mask=mask).logits
+    for i, length in enumerate(lengths):
+        own = p.x[i // 2 : i // 2 + 1], p.y[i // 2 : i // 2 + 1]
+        alone = p.model(*own, input_ids=tokens[i : i + 1, :length]).logits
+        torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=1e-11)
+
+
 def test_the_same_a_for_all_each_its_own_c_uniform_as_lora() -> None:
     two_level = tiny_two_level("roberta", rank=8, client_rank=4)
     x, y = two_level.initial(3, ["a", "b", "c"])
@@ -233,7 +246,7 @@ def test_dropout_acts_on_the_adapters_input_and_keeps_its_mean() -> None:
 # ---- precision ----
 
 
-@pytest.mark.parametrize("kind", ["roberta", "deberta-v2", "gpt2", "llama"])
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_a_bfloat16_base_with_float32_adapters(kind: str) -> None:
     exact = tiny_problem(kind, model=tiny_model(kind, dtype=torch.float32))
     half = tiny_problem(kind, model=tiny_model(kind, dtype=torch.float32).bfloat16())

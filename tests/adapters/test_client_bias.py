@@ -22,8 +22,8 @@ from pf2lora.run.config import from_settings
 from pf2lora.run.folder import save_client, save_common
 from pf2lora.run.set_up import adapter_spec
 
-BIASED = {"bert": "classifier", "roberta": "classifier.out_proj", "mpnet": "classifier.out_proj"}
-BIASED |= {"deberta-v2": "classifier"}
+BIASED = dict.fromkeys(("bert", "distilbert", "deberta-v2"), "classifier")
+BIASED |= dict.fromkeys(("roberta", "xlm-roberta", "electra", "mpnet"), "classifier.out_proj")
 LABELS = 3
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from language_models import LANGUAGE_MODELS
 from tiny import CONFIGS, Problem, build, tiny_problem
 from tiny_language_models import CLIENTS, ROWS, TASK, loss_and_gradients, two_level, whole
 from torch import Tensor
@@ -44,7 +45,7 @@ def test_repeated_layers_give_the_same_numbers_to_the_last_bit(kind: str, dropou
     )
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "mistral", "gemma", "gemma2", "phi"])
+@pytest.mark.parametrize("kind", LANGUAGE_MODELS)
 def test_language_models_do_so_too(kind: str) -> None:
     model, x, y = two_level(kind)
     plain = loss_and_gradients(model, x, y, whole())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,10 @@ from tiny import tiny_model
 from tiny_language_models import CLIENTS, CONFIGS, TASK, loss_and_gradients, two_level, whole
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from pf2lora.adapters import prequantised
 from pf2lora.adapters.base_model import load_model
 from pf2lora.adapters.peft import merged_state
 from pf2lora.adapters.quantised import KINDS, QuantisedLinear, dequantise, held_bytes, quantise
@@ -31,8 +31,7 @@ def quantised(kind: str, bits: str) -> tuple[TwoLevelModel, Tensor, Tensor]:
     model, x, y = two_level(kind)
     model.remove()
     quantise(model.model, bits, "cpu")
-    targets = ("q_proj", "v_proj") if kind == "phi" else ()
-    return TwoLevelModel(model.model, AdapterSpec(rank=4, client_rank=2, targets=targets)), x, y
+    return TwoLevelModel(model.model, AdapterSpec(rank=4, client_rank=2)), x, y
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -144,7 +143,10 @@ def test_merging_gives_an_ordinary_model() -> None:
             torch.testing.assert_close(model.model(input_ids=ids).logits, ours, rtol=1e-4, atol=1e-4)
 
 
-def test_a_checkpoint_that_was_quantised_otherwise_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_quantised_otherwise_is_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prequantised, "find_spec", lambda package: None)  # as without the extra
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     model.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
@@ -152,8 +154,6 @@ def test_a_checkpoint_that_was_quantised_otherwise_is_refused_in_a_line(tmp_path
         ("gptq", "is quantised by 'gptq', and only bitsandbytes' can be trained on: give the original"),
         ("bitsandbytes", r"needs the package '.*': pip install 'pf2lora\[quantised\]'"),
     ]:
-        if method == "bitsandbytes" and find_spec(method):
-            continue
         settings = json.loads(file.read_text())
         settings["quantization_config"] = {"quant_method": method, "bits": 4, "load_in_4bit": True}
         file.write_text(json.dumps(settings))
@@ -161,28 +161,40 @@ def test_a_checkpoint_that_was_quantised_otherwise_is_refused_in_a_line(tmp_path
             load_model(AutoModelForCausalLM, str(tmp_path), torch.float32)
 
 
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("bits", KINDS)
+def by_bitsandbytes(model: PreTrainedModel, folder: Path, bits: str, double: bool = False) -> PreTrainedModel:
+    """The model as bitsandbytes quantises it, in memory and in the folder `small`."""
+    model.save_pretrained(folder / "plain")
+    how = BitsAndBytesConfig(
+        load_in_4bit=bits != "int8",
+        load_in_8bit=bits == "int8",
+        bnb_4bit_quant_type="nf4" if bits == "int8" else bits,
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    theirs: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder / "plain", quantization_config=how, device_map={"": "cpu"}, dtype=torch.float32
+    )
+    theirs.save_pretrained(folder / "small")
+    return theirs
+
+
+def test_its_other_four_bits_are_refused_by_the_layer(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    by_bitsandbytes(AutoModelForCausalLM.from_config(CONFIGS["llama"]), tmp_path, "fp4")
+    with pytest.raises(
+        UserError, match=r"at 'model\.layers\.0\..*' has numbers of type 'fp4'; only nf4 and int8"
+    ):
+        load_model(AutoModelForCausalLM, str(tmp_path / "small"), torch.float32)
+
+
+@pytest.mark.parametrize(("bits", "double"), [("nf4", False), ("nf4", True), ("int8", False)])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_checkpoint_of_bitsandbytes_loads(kind: str, bits: str, double: bool, tmp_path: Path) -> None:
     """The numbers that bitsandbytes has, in layers that train and can be moved."""
     functional = pytest.importorskip("bitsandbytes.functional")
-    if bits == "int8" and double:
-        pytest.skip("8 bits have one kind of scales")
     model, x, y = two_level(kind)
     model.remove()
-    model.model.float().save_pretrained(tmp_path / "plain")
-    how = BitsAndBytesConfig(
-        load_in_4bit=bits == "nf4",
-        load_in_8bit=bits == "int8",
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=double,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", quantization_config=how, device_map={"": "cpu"}, dtype=torch.float32
-    )
-    theirs.save_pretrained(tmp_path / "small")
+    theirs = by_bitsandbytes(model.model.float(), tmp_path, bits, double)
     loaded = load_model(AutoModelForCausalLM, str(tmp_path / "small"), torch.float32)
     loaded.to(torch.device("cpu"))  # type: ignore[arg-type]
     pairs = 0

@@ -20,7 +20,7 @@ from tiny import (
 )
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from transformers import DebertaV2Config, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -31,7 +31,11 @@ from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.methods import METHODS
 from pf2lora.methods.rank_per_client import RankPerClient
 
-KINDS = ["roberta", "bert", "mpnet", "deberta-v2", "gpt2", "llama"]
+KINDS = ["roberta", "bert", "mpnet", "deberta-v2", "gpt2", "llama"]  # every method; the others two of them
+SOME = ["homlora", "pf2lora-difference"]
+RUNS = [(kind, setting) for kind in CONFIGS for setting in (SETTINGS if kind in KINDS else SOME)]
+
+pytestmark = pytest.mark.usefixtures("softmax_in_float64")
 
 
 def test_every_method_has_a_setting_here() -> None:
@@ -89,16 +93,16 @@ def assert_same(stack: State, singles: Sequence[State], tolerance: float = 1e-9)
         assert stack.opt.rank.tolist() == [int(s.opt.rank) for s in singles]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "setting"), RUNS)
 def test_a_stacked_run_equals_clients_one_at_a_time(kind: str, setting: str) -> None:
     p = tiny_problem(kind, client_rank=2 if SETTINGS[setting][0].two_level else 0)
-    method, schedule = build(setting, p), Schedule(rounds=2, steps=2, weighting="size")
+    method, length = build(setting, p), 2 if kind in KINDS else 1
+    schedule = Schedule(rounds=length, steps=length, weighting="size")
     last = stacked(method, p, schedule)[-1]
     before, served = one_by_one(method, p, schedule)
     assert_same(last.before._replace(opt=()), before)
     assert_same(last.served, served)
-    assert (last.served.x - p.x).abs().max() > 0.01  # it did train
+    assert (last.served.x - p.x).abs().max() > 0.005  # it did train
 
 
 @pytest.mark.parametrize("head", ["shared", "personal", "frozen"])
@@ -194,12 +198,11 @@ def merged_weights(base: PreTrainedModel, p: Problem, x: Tensor, y: Tensor) -> d
         delta = spec.scaling * common[f"{at}.B"] @ common[f"{at}.A"]
         if f"{at}.C" in own:
             delta = delta + spec.client_scaling * own[f"{at}.D"] @ own[f"{at}.C"]
-        if at.endswith(("c_attn.q", "c_attn.v")):
-            at, part = at.rsplit(".", 1)
-            columns = torch.zeros(len(delta), 3 * len(delta), dtype=delta.dtype)
-            start = {"q": 0, "v": 2 * len(delta)}[part]
-            columns[:, start : start + len(delta)] = torch.eye(len(delta))
-            delta = columns.T @ delta
+        if at.endswith((".q", ".v")) and at.rpartition(".")[0] in p.model.adapted:  # of a fused projection
+            at, _, part = at.rpartition(".")
+            whole = base.get_submodule(at)(torch.zeros(1, delta.shape[1], dtype=delta.dtype)).shape[1]
+            start = 0 if part == "q" else whole - len(delta)
+            delta = pad(delta, (0, 0, start, whole - start - len(delta)))
         layer = base.get_submodule(at)
         assert isinstance(layer, (nn.Linear, Conv1D))
         change = delta.T if isinstance(layer, Conv1D) else delta
@@ -218,7 +221,7 @@ OWN_POSITIONS = DebertaV2Config(**(DEBERTA | {"share_att_key": False}))
 ONE_WAY = DebertaV2Config(**(DEBERTA | {"pos_att_type": ["c2p"]}))
 NO_BUCKETS = DebertaV2Config(**(DEBERTA | {"position_buckets": -1, "max_relative_positions": 6}))
 CASES: list[tuple[str, Any, dict[str, Any]]] = [
-    *((kind, None, {}) for kind in KINDS),
+    *((kind, None, {}) for kind in CONFIGS),
     ("roberta", None, {"targets": ("query", "key", "value", "dense"), "head": "personal"}),
     ("gpt2", None, {"targets": ("c_attn", "mlp.c_fc"), "head": "frozen"}),
     ("llama", None, {"targets": ("k_proj", "down_proj")}),

@@ -5,22 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from language_models import configurations
 from test_fast_paths import StandInGraph, stand_in_graphs  # noqa: F401  a fixture
 from tokenizers_for_tests import byte_level
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM
 
 from pf2lora.adapters.quantised import quantise
 from pf2lora.adapters.spec import AdapterSpec
@@ -35,33 +28,23 @@ from pf2lora.tasks.generation.task import Generation
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 VOCABULARY, CLIENTS = 4096, 3
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "max_position_embeddings": 128,
-    "head_dim": 16,
-}
-CONFIGS: dict[str, PretrainedConfig] = {
-    "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=4, n_head=4, n_positions=128),
-    "llama": LlamaConfig(**SMALL),
-    "qwen2": Qwen2Config(**{k: v for k, v in SMALL.items() if k != "head_dim"}),
-    "gemma2": Gemma2Config(**SMALL),
-}
+CONFIGS = configurations(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    intermediate_size=128,
+    max_position_embeddings=128,
+    pad_token_id=1,
+)
 TEXTS = [
     f"The {food} place is near the river, and open of an evening." for food in ("pizza", "noodle", "fish")
 ]
 TASK = Generation(byte_level(TEXTS * 20), GenerationSettings(max_length=64, max_new_tokens=0))
-ROWS = TASK.encode(
-    [
-        [PromptRow(t[: 4 + 3 * i], (t[: 20 + 7 * k],)) for i, t in enumerate(TEXTS * 3)]
-        for k in range(CLIENTS)
-    ],
-    training=True,
-)
+PROMPTS = [
+    [PromptRow(t[: 4 + 3 * i], (t[: 20 + 7 * k],)) for i, t in enumerate(TEXTS * 3)] for k in range(CLIENTS)
+]
+ROWS = TASK.encode(PROMPTS, training=True)
 
 
 def model_of(kind: str, device: str, dtype: torch.dtype = torch.float32, bits: str = "") -> TwoLevelModel:

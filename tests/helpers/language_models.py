@@ -7,28 +7,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PhiConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from pf2lora.adapters.architectures import ARCHITECTURES
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.adapters.two_level import TwoLevelModel
 
 VOCABULARY, POSITIONS = 400, 96
+
+
+def configurations(**sizes: Any) -> dict[str, PretrainedConfig]:
+    """One of each kind, in these sizes; key and value have half as many heads as the query where they can."""
+    heads = sizes["num_attention_heads"]
+    sizes["head_dim"] = sizes["hidden_size"] // heads
+    grouped = {"num_key_value_heads": heads // 2}
+    causal = [kind for kind, known in ARCHITECTURES.items() if known.attention == "causal"]
+    return {
+        kind: AutoConfig.for_model(kind, **sizes | ({} if kind == "gpt2" else grouped)) for kind in causal
+    }
+
+
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -40,29 +38,17 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-GROUPED = SMALL | {"num_key_value_heads": 2}
-LANGUAGE_MODELS: dict[str, PretrainedConfig] = {
-    "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS),
-    "llama": LlamaConfig(**GROUPED),
-    "qwen2": Qwen2Config(**GROUPED),
-    "qwen3": Qwen3Config(**GROUPED, head_dim=8),
-    "mistral": MistralConfig(**GROUPED),
-    "smollm3": SmolLM3Config(**GROUPED),
-    "gemma": GemmaConfig(**GROUPED, head_dim=8),
-    "gemma2": Gemma2Config(**GROUPED, head_dim=8),
-    "gemma3_text": Gemma3TextConfig(**GROUPED, head_dim=8),
-    "olmo2": Olmo2Config(**GROUPED),
-    "phi": PhiConfig(**SMALL),
-    "phi3": Phi3Config(**GROUPED),
-}
+LANGUAGE_MODELS = configurations(**SMALL)
 IN_FLOAT32 = set(LANGUAGE_MODELS) - {"gpt2", "phi"}
 """Those whose norms and rotations are made in float32, whatever the model's precision is."""
 
 
-def language_model(kind: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+def language_model(
+    kind: str, dtype: torch.dtype = torch.float64, config: PretrainedConfig | None = None
+) -> PreTrainedModel:
     """Weights that are large enough for its outputs to depend on everything."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(LANGUAGE_MODELS[kind]))
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config or LANGUAGE_MODELS[kind]))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3)

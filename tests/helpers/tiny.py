@@ -9,18 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from language_models import configurations
 from torch import Tensor
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    DebertaV2Config,
-    GPT2Config,
-    LlamaConfig,
-    MPNetConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    RobertaConfig,
-)
+from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from pf2lora.adapters.first_state import factor_entries
 from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
@@ -49,8 +40,10 @@ from pf2lora.tasks.classification.task import Classification
 
 VOCABULARY, WIDTH, LABELS = 50, 16, 3
 RANKS: dict[str, Any] = {"rank": 4, "client_rank": 2}
-SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "num_labels": LABELS, "pad_token_id": 1}
-ENCODER = SMALL | {
+ENCODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "num_labels": LABELS,
+    "pad_token_id": 1,
     "hidden_size": WIDTH,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -58,7 +51,7 @@ ENCODER = SMALL | {
     "max_position_embeddings": 40,
 }
 
-DEBERTA: dict[str, Any] = ENCODER | {
+DEBERTA: dict[str, Any] = {
     "relative_attention": True,
     "position_buckets": 8,
     "max_relative_positions": -1,
@@ -69,14 +62,18 @@ DEBERTA: dict[str, Any] = ENCODER | {
     "type_vocab_size": 0,
     "pooler_hidden_size": WIDTH,
 }
-CONFIGS: dict[str, PretrainedConfig] = {
-    "bert": BertConfig(**ENCODER),
-    "roberta": RobertaConfig(**ENCODER, type_vocab_size=1),
-    "mpnet": MPNetConfig(**ENCODER),
-    "deberta-v2": DebertaV2Config(**DEBERTA),
-    "gpt2": GPT2Config(**SMALL, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=40),
-    "llama": LlamaConfig(**ENCODER, num_key_value_heads=1),
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "roberta": {"type_vocab_size": 1},
+    "xlm-roberta": {"type_vocab_size": 1},
+    "electra": {"embedding_size": 8},
+    "mpnet": {},
+    "distilbert": {"hidden_dim": 32},
+    "deberta-v2": DEBERTA,
 }
+CONFIGS: dict[str, PretrainedConfig] = {
+    kind: AutoConfig.for_model(kind, **ENCODER | own) for kind, own in ENCODERS.items()
+} | configurations(**ENCODER)
 
 
 def tiny_model(
@@ -95,11 +92,13 @@ def tiny_model(
 
 
 def in_one_precision(model: PreTrainedModel) -> PreTrainedModel:
-    """Llama's norms compute in float32 whatever comes in; torch's keep float64, which the tests need."""
+    """Llama's norms compute in float32 whatever comes in; torch's keep float64, which the tests need. Gemma's weights
+    are what is added to 1."""
     for name, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
-            norm = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
-            norm.load_state_dict(module.state_dict())
+            gemma = type(module).__name__.startswith("Gemma")
+            norm = torch.nn.RMSNorm(module.weight.shape, eps=module.eps if gemma else module.variance_epsilon)
+            norm.weight.data.copy_(module.weight + 1 if gemma else module.weight)
             model.set_submodule(name, norm)
     return model
 

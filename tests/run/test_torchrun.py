@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from little_world import World, flags, make_world
+from little_world import World, command_line, flags, make_world
 
 from pf2lora.run.result import Result, load_result
 
@@ -50,6 +50,19 @@ def assert_same(found: Result, expected: Result, tolerance: float) -> None:
     for one, other in pairs:
         assert one.train_loss == pytest.approx(other.train_loss, abs=tolerance)
         assert one.validation_loss == pytest.approx(other.validation_loss, abs=tolerance)
+
+
+def test_two_processes_are_one(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under the real launcher, on a CPU: the numbers of this process alone."""
+    changes = {"rounds": 1, "personal_steps": 0, "lr": 1e-3}
+    run(command(2, *words(world, tmp_path / "two", "cpu", **changes)))
+    code, _, err = command_line(monkeypatch, capsys, *words(world, tmp_path / "one", "cpu", **changes))
+    assert code == 0, err
+    two, one = load_result(tmp_path / "two"), load_result(tmp_path / "one")
+    assert two.machine["processes"] == 2
+    assert_same(two, one, 1e-5)
 
 
 @pytest.mark.slow

@@ -99,6 +99,19 @@ def packed_mask(examples: Tensor, dtype: torch.dtype) -> Tensor:
     )[:, None]
 
 
+def within_windows(mask: Tensor, config: Any) -> Tensor | dict[str, Tensor]:
+    """A ready-made causal mask (…, tokens, tokens) for a model some of whose layers, or all, look `sliding_window`
+    tokens back at most. transformers hands such a mask to every layer as it is, unless there is one for each kind."""
+    window, length = getattr(config, "sliding_window", None), mask.shape[-1]
+    if window is None or length <= window:
+        return mask
+    far = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril(-window)
+    near = mask.masked_fill(far, torch.finfo(mask.dtype).min)
+    if getattr(config, "layer_types", None) is None:  # every layer has the window
+        return near
+    return {"full_attention": mask, "sliding_attention": near}
+
+
 def keep_position_buckets(model: nn.Module) -> None:
     """Let MPNet look its relative positions up: they depend on the length of a batch alone.
 

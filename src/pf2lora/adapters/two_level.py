@@ -24,6 +24,7 @@ from pf2lora.adapters.architectures import (
     needed_mask,
     packed_mask,
     stack_relative_positions,
+    within_windows,
 )
 from pf2lora.adapters.base_model import fresh_parameters
 from pf2lora.adapters.first_state import factor_entries, first_values
@@ -207,10 +208,14 @@ class TwoLevelModel:
             mask = needed_mask(
                 self.architecture, attention_mask, self.dtype, common.device, length=length, fused=fused
             )
+        ready: Tensor | dict[str, Tensor] | None = mask
+        if self.architecture.attention == "causal":
+            inputs = {"use_cache": False} | dict(inputs)  # layers that are run again would fill it twice
+            ready = None if mask is None else within_windows(mask, self.model.config)
         with self.bound(common, personal, key):
             trains = torch.is_grad_enabled() and not is_differentiated_twice()
             run = self.compiled.get(module, module) if trains else module
-            return run(attention_mask=mask, **inputs)
+            return run(attention_mask=ready, **inputs)
 
     def compile(self, lengths: int = 1) -> None:
         """Let torch compile the passes whose gradient is taken: fused kernels, after some seconds for each shape of a

@@ -191,9 +191,20 @@ def side_stream() -> torch.cuda.Stream:
 
 
 def obstacle(error: RuntimeError) -> str:
-    """What stood in the way of a recording: the operation's own line of code, and what torch says of it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"`{last.line}` ({Path(last.filename).name}, line {last.lineno}): {str(error).splitlines()[0]}"
+    """What stood in the way of a recording: the operation's own line of code, and what torch says of it.
+
+    torch ends a recording after an error, too, which fails in turn: the operation's is the first error of those that
+    came from here. What was handled when the recording began is none of them.
+    """
+    here = {frame for frame, _ in traceback.walk_tb(error.__traceback__)}
+    first: BaseException = error
+    while before := first.__cause__ or first.__context__:
+        if here.isdisjoint(frame for frame, _ in traceback.walk_tb(before.__traceback__)):
+            break
+        first = before
+    last = traceback.extract_tb(first.__traceback__)[-1]
+    says = str(first).splitlines() or [type(first).__name__]
+    return f"`{last.line}` ({Path(last.filename).name}, line {last.lineno}): {says[0]}"
 
 
 @contextmanager

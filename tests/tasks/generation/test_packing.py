@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from language_models import IN_FLOAT32, LANGUAGE_MODELS, adapted_model, language_model
+from language_models import IN_FLOAT32, LANGUAGE_MODELS, adapted_model
 from tokenizers_for_tests import byte_level
-from transformers import MistralConfig
 
 from pf2lora.adapters.architectures import packed_mask
 from pf2lora.adapters.two_level import TwoLevelModel
@@ -139,12 +138,7 @@ def test_models_that_cannot_be_packed_for() -> None:
     with pytest.raises(
         UserError, match=r"--packing does not know models of the kind 'mamba' \(known: gpt2, llama"
     ):
-        check_packing(Other(), 64)  # type: ignore[arg-type]
-    model = language_model("mistral")
-    model.config = MistralConfig(sliding_window=32)
-    with pytest.raises(UserError, match="reaches 32 tokens back, and max_length is 64: give --max-length 32"):
-        check_packing(model, 64)
-    check_packing(model, 32)
+        check_packing(Other())  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")

@@ -105,7 +105,7 @@ class Generation(Task[TextRow, Continuation]):
                 f"{longest}: lower one of them"
             )
         if self.settings.packing:
-            check_packing(model, length)
+            check_packing(model)
         model.config.pad_token_id = self.pad
         return model
 
@@ -284,15 +284,9 @@ def beam_bytes(model: PreTrainedModel, tokens: int) -> int:
     return 2 * tokens * remembered + LOGIT_COPIES * 4 * config.vocab_size
 
 
-def check_packing(model: PreTrainedModel, length: int) -> None:
-    """Packed rows need a model whose attention is told who sees whom, and examples that no window cuts."""
+def check_packing(model: PreTrainedModel) -> None:
+    """Packed rows need a model whose attention is told who sees whom."""
     kind = model.config.model_type
     if kind not in ARCHITECTURES or ARCHITECTURES[kind].attention != "causal":
         causal = [name for name, known in ARCHITECTURES.items() if known.attention == "causal"]
         raise UserError(f"--packing does not know models of the kind {kind!r} (known: {listed(causal)})")
-    window = getattr(model.config, "sliding_window", None)
-    if window is not None and getattr(model.config, "use_sliding_window", True) and length > window:
-        raise UserError(
-            f"--packing: this model's attention reaches {window} tokens back, and max_length is {length}: give "
-            f"--max-length {window}"
-        )
