@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -118,16 +119,27 @@ def attempt(run: Callable[..., T], *args: object) -> tuple[T] | None:
         return None
 
 
-def ran_out(error: BaseException | None) -> bool:
+def ran_out(error: BaseException) -> bool:
     """Whether memory has ended, on the device or on the host: by the error's kind or its line, or those of the errors
     that it came after, as when a recording is broken off."""
-    while error is not None:
-        line = (str(error).splitlines() or [""])[0]
-        said = isinstance(error, RuntimeError) and any(words in line for words in OUT_OF_MEMORY)
-        if said or isinstance(error, torch.OutOfMemoryError | MemoryError):
+    for each in errors_of(error):
+        line = (str(each).splitlines() or [""])[0]
+        said = isinstance(each, RuntimeError) and any(words in line for words in OUT_OF_MEMORY)
+        if said or isinstance(each, torch.OutOfMemoryError | MemoryError):
             return True
-        error = error.__cause__ or error.__context__
     return False
+
+
+def errors_of(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it came after, the first one last. What was being handled when all of it began is none
+    of them."""
+    here = {frame for frame, _ in traceback.walk_tb(error.__traceback__)}
+    yield error
+    while before := error.__cause__ or error.__context__:
+        if here and here.isdisjoint(frame for frame, _ in traceback.walk_tb(before.__traceback__)):
+            return
+        yield before
+        error = before
 
 
 def free_memory() -> None:

@@ -20,7 +20,7 @@ import torch
 from pf2lora.core.method import Loss, Method, State, StepStats, over_tensors, tensors_of
 from pf2lora.engines.batches import Batch
 from pf2lora.engines.rates import StepRates
-from pf2lora.engines.room import attempt, free_memory, ran_out
+from pf2lora.engines.room import attempt, errors_of, free_memory, ran_out
 
 logger = logging.getLogger("pf2lora")
 
@@ -191,17 +191,9 @@ def side_stream() -> torch.cuda.Stream:
 
 
 def obstacle(error: RuntimeError) -> str:
-    """What stood in the way of a recording: the operation's own line of code, and what torch says of it.
-
-    torch ends a recording after an error, too, which fails in turn: the operation's is the first error of those that
-    came from here. What was handled when the recording began is none of them.
-    """
-    here = {frame for frame, _ in traceback.walk_tb(error.__traceback__)}
-    first: BaseException = error
-    while before := first.__cause__ or first.__context__:
-        if here.isdisjoint(frame for frame, _ in traceback.walk_tb(before.__traceback__)):
-            break
-        first = before
+    """What stood in the way of a recording: the operation's own line of code, and what torch says of it. torch ends a
+    recording after an error, too, which fails in turn: the operation's is the first error."""
+    *_, first = errors_of(error)
     last = traceback.extract_tb(first.__traceback__)[-1]
     says = str(first).splitlines() or [type(first).__name__]
     return f"`{last.line}` ({Path(last.filename).name}, line {last.lineno}): {says[0]}"
