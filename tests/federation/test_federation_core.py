@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_federation import SITES, in_time, local_run, make_plan, make_small
+from torch import Tensor
 
+from pf2lora.adapters.layers import Adapted
 from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.outcome import sent_bytes
 from pf2lora.methods import METHODS
@@ -101,6 +104,27 @@ def test_the_scores_are_the_local_engines(tmp_path: Path) -> None:
         assert served["rows"] == 20
         assert served["accuracy"] / 20 == pytest.approx(scores["accuracy"][k])
         assert served["loss"] / 20 == pytest.approx(scores["loss"][k], abs=1e-5)
+
+
+def test_a_site_without_memory_for_a_batch_trains_on_some_of_its_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The round that ran out of memory is done again in parts: the local engine's numbers, which had the room."""
+    plan = make_plan("homlora")
+    small = make_small(tmp_path, plan)
+    _, common, _ = local_run(tmp_path, plan)
+    forward = Adapted.forward
+
+    def bounded(self: Adapted, u: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and len(u) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(self, u)
+
+    monkeypatch.setattr(Adapted, "forward", bounded)
+    small.run()
+    assert small.coordinator.common is not None
+    assert (small.coordinator.common - common).abs().max() <= 1e-5
+    assert "rows of a client in a pass: from here on 2 at a time" in caplog.text
 
 
 def test_hetlora_sites_send_and_get_only_their_ranks(tmp_path: Path) -> None:
