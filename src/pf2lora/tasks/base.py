@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.accumulation import mean_loss
 from pf2lora.engines.batches import Batch, Encoded
+from pf2lora.engines.helpers import Helpers
 from pf2lora.errors import UserError
 from pf2lora.tasks.settings import Metric
 
@@ -59,6 +60,7 @@ class Task(ABC, Generic[Row, Prediction]):
     micro_batch: int | None = (
         None  # rows of each client whose gradient is taken at once; None: the whole batch
     )
+    helpers: Helpers | None = None  # processes that take their part of each batch's rows
     evaluation_batch: int = 64  # rows of each client that are answered at once
     shown_examples: ClassVar[int] = 3  # of each client, unless the run says how many
     trivial_label: ClassVar[str] = ""
@@ -85,12 +87,15 @@ class Task(ABC, Generic[Row, Prediction]):
 
     def loss(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
         """F(x, y; batch): each client's mean loss, shape (M,)."""
+        sums = partial(self.loss_sums, model)
+        return mean_loss(sums, common, personal, batch, self.micro_batch, self.helpers)
 
-        def sums(common: Tensor, personal: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            losses, weights = self.example_losses(model, common, personal, batch)
-            return losses.view(batch.clients, -1).sum(1), weights.view(batch.clients, -1).sum(1)
-
-        return mean_loss(sums, common, personal, batch, self.micro_batch)
+    def loss_sums(
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """Each client's losses and their weights, summed over its rows of the batch; both (M,)."""
+        losses, weights = self.example_losses(model, common, personal, batch)
+        return losses.view(batch.clients, -1).sum(1), weights.view(batch.clients, -1).sum(1)
 
     def losses(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, clients: Sequence[int]
