@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
+import psutil
 from site_executor import HELLO, ask, context_of
 
 from pf2lora.engines.helpers import Helpers
@@ -98,11 +101,13 @@ def plan_of(method: str = "pf2lora", **settings: Any) -> Plan:
 def test_two_processes_give_the_update_of_one_and_a_lost_one_is_a_line(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A real process, which ends when its channel is closed; a killed one keeps nobody waiting."""
+    """A real process, which opens no port; a killed one keeps nobody waiting."""
     plan = plan_of()
     several = Site(plan, file, 2)
     assert_alike(Site(plan, file, 1), several)
     (helper,) = several.helpers.running
+    assert isinstance(helper.process, subprocess.Popen)
+    assert psutil.Process(helper.process.pid).net_connections("inet") == []
     helper.process.kill()
     found = several.asked(encode({"kind": "train", "round": 3}))
     assert found.fields == {"kind": "problem", "round": 3, "code": "processes"}
@@ -111,8 +116,9 @@ def test_two_processes_give_the_update_of_one_and_a_lost_one_is_a_line(
 
 
 @pytest.mark.slow
-def test_lost_processes_are_started_again_and_end_with_the_first(file: Path) -> None:
-    """By the next request that needs them, which has the numbers of an unbroken run."""
+def test_lost_processes_are_started_again_and_end_with_the_first(tmp_path: Path, file: Path) -> None:
+    """By the next request that needs them, which has the numbers of an unbroken run. They read no rows: the files are
+    gone then."""
     plan = plan_of("homlora")
     one, several = Site(plan, file, 1), Site(plan, file, 3)
     expected, sent = one.trained(2), several.trained(1)
@@ -122,6 +128,8 @@ def test_lost_processes_are_started_again_and_end_with_the_first(file: Path) -> 
     assert several.asked(request).fields["code"] == "processes"
     assert first.process.wait(10) == -9, "the others end, too"
     assert several.asked(HELLO).kind == "hello"
+    for part in ("train", "test", "validation"):
+        shutil.rmtree(tmp_path / part)
     for name, tensor in several.asked(request).tensors.items():
         torch.testing.assert_close(tensor, expected[1][name], rtol=0, atol=5e-6)
     for helper in several.helpers.running:

@@ -81,7 +81,7 @@ def total(found: Sequence[Summed]) -> Summed:
     first, *others = found
     losses, weights, slopes = first
     for other in others:
-        losses, weights = losses + other.losses.to(losses), weights + other.weights.to(weights)
+        losses, weights = losses + other.losses, weights + other.weights
         for slope, more in zip(slopes, other.slopes):
             if slope is not None and more is not None:
                 slope += more.to(slope.device)

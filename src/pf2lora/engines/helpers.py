@@ -176,7 +176,8 @@ class Helpers:
         for helper, (losses, weights) in zip(busy, answers):
             x_slope, y_slope = self.numbers.place(helper.number, request)
             slopes = (x_slope if wanted[0] else None, y_slope if wanted[1] else None)
-            found.append(Summed(*(torch.tensor(v, dtype=x.dtype) for v in (losses, weights)), slopes))
+            there = {"dtype": x.dtype, "device": x.device}
+            found.append(Summed(torch.tensor(losses, **there), torch.tensor(weights, **there), slopes))
 
     def tell(self, helper: Helper, *parts: bytes) -> None:
         try:
