@@ -158,26 +158,26 @@ class Helpers:
         """The helpers compute their `shares` meanwhile; what they found is in the list afterwards."""
         self.start()
         found: list[Summed] = []
-        busy = self.running[: len(shares)]
+        busy: list[Helper] = []
         dtype = str(x.dtype).removeprefix("torch.")
         shapes = tuple(x.shape), tuple(y.shape)
         request = Request(*shapes, dtype, wanted, rows, self.repeated(), x.shape[0], None, False, None)
         for place, tensor in zip(self.numbers.place(0, request), (x, y)):
             place.copy_(tensor)
-        for helper, share in zip(busy, shares):
-            key = None if share.key is None else share.key.tolist()
-            own = replace(request, clients=share.clients, key=key, full=share.full, targets=share.targets)
-            there = {name: t.cpu().contiguous() for name, t in share.tensors.items()}
-            self.tell(helper, json.dumps(asdict(own)).encode(), save(there))
         try:
+            for helper, share in zip(self.running, shares):
+                key = None if share.key is None else share.key.tolist()
+                own = replace(request, clients=share.clients, key=key, full=share.full, targets=share.targets)
+                there = {name: t.cpu().contiguous() for name, t in share.tensors.items()}
+                self.tell(helper, json.dumps(asdict(own)).encode(), save(there))
+                busy.append(helper)
             yield found
         finally:  # whatever happened here: a later request is not to get the answers to this one
-            answers = self.answers(busy)
+            answers = self.answers(busy) if self.running else []
         for helper, (losses, weights) in zip(busy, answers):
             x_slope, y_slope = self.numbers.place(helper.number, request)
             slopes = (x_slope if wanted[0] else None, y_slope if wanted[1] else None)
-            there = {"dtype": x.dtype, "device": x.device}
-            found.append(Summed(torch.tensor(losses, **there), torch.tensor(weights, **there), slopes))
+            found.append(Summed(x.new_tensor(losses), x.new_tensor(weights), slopes))
 
     def tell(self, helper: Helper, *parts: bytes) -> None:
         try:
