@@ -170,6 +170,25 @@ def test_the_doctor_takes_a_step_with_all_processes(file: Path) -> None:
     assert one == two and " in 2 processes" in found[1] and " in " not in found[0]
 
 
+def test_a_site_without_memory_says_so_and_comes_back(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever it ended: in a process of its own, too, whose error is the first one's."""
+    site = Site(plan_of(), file, 1)
+    site.asked(HELLO)
+    session = site.executor.session
+    request = encode({"kind": "train", "round": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "train", failing)
+        assert site.asked(request).fields == {"kind": "problem", "round": 1, "code": "memory"}
+    assert "pf2lora: site-1: no memory is left\n" in capfd.readouterr().err
+    assert [site.asked(HELLO).kind, site.asked(request).kind] == ["hello", "update"]
+
+
+def failing(*args: Any) -> bytes:
+    raise torch.OutOfMemoryError("no memory is left")
+
+
 def test_a_sites_file_says_how_many(file: Path) -> None:
     """They are not recorded: processes tell each other something in every step."""
     assert site_config(plan_of(), file)[0].model.graphs
