@@ -15,7 +15,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
@@ -72,7 +72,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Request:
-    """What a helper is asked for, beside x and y and its rows' tensors; with the fields of `Batch`."""
+    """What a helper is asked for, beside x and y and its rows' tensors."""
 
     x: tuple[int, ...]
     y: tuple[int, ...]
@@ -80,16 +80,21 @@ class Request:
     wanted: Wanted
     rows: int | None  # at a time
     repeated: bool  # layers are run again for the gradient
-    clients: int
-    key: list[int] | None
-    full: bool
-    targets: int | None
+    key: list[int] | None = None
+    plain: Mapping[str, int | None] = field(default_factory=dict)  # the batch's other fields
+
+    def of(self, share: Batch) -> Request:
+        """The same for these rows."""
+        named = [f.name for f in fields(Batch) if f.name not in ("tensors", "key")]
+        key = None if share.key is None else share.key.tolist()
+        return replace(self, key=key, plain={name: getattr(share, name) for name in named})
 
     def batch(self, tensors: dict[str, Tensor], device: torch.device) -> Batch:
         """The rows on their device."""
         there = {name: t.to(device) for name, t in tensors.items()}
         key = None if self.key is None else torch.tensor(self.key, device=device)
-        return Batch(self.clients, there, key, self.full, self.targets)
+        plain: dict[str, Any] = dict(self.plain)
+        return Batch(tensors=there, key=key, **plain)
 
 
 # --- the first process -------------------------------------------------------------------------------------
@@ -161,15 +166,13 @@ class Helpers:
         busy: list[Helper] = []
         dtype = str(x.dtype).removeprefix("torch.")
         shapes = tuple(x.shape), tuple(y.shape)
-        request = Request(*shapes, dtype, wanted, rows, self.repeated(), x.shape[0], None, False, None)
+        request = Request(*shapes, dtype, wanted, rows, self.repeated())
         for place, tensor in zip(self.numbers.place(0, request), (x, y)):
             place.copy_(tensor)
         try:
             for helper, share in zip(self.running, shares):
-                key = None if share.key is None else share.key.tolist()
-                own = replace(request, clients=share.clients, key=key, full=share.full, targets=share.targets)
                 there = {name: t.cpu().contiguous() for name, t in share.tensors.items()}
-                self.tell(helper, json.dumps(asdict(own)).encode(), save(there))
+                self.tell(helper, json.dumps(asdict(request.of(share))).encode(), save(there))
                 busy.append(helper)
             yield found
         finally:  # whatever happened here: a later request is not to get the answers to this one

@@ -193,7 +193,7 @@ class SiteCheckup:
         _, stats = local_steps(variant, trial.F, state, trial.source, [0], [0], 1)
         loss, seconds = float(stats.loss.sum()), time.perf_counter() - began
         trial.model.remove()
-        if (helpers := self.workload.task.helpers) is not None:
+        if (helpers := trial.workload.task.helpers) is not None:
             helpers.close()
         if not math.isfinite(loss):
             raise UserError(
