@@ -35,7 +35,15 @@ def scripts() -> dict[str, ModuleType]:
     """The scripts as modules, imported as `python benchmarks/step_time.py` finds them."""
     import importlib
 
-    names = ("shapes", "both_ways", "step_time", "clients_scale", "llm_memory", "processes_scale")
+    names = (
+        "shapes",
+        "both_ways",
+        "step_time",
+        "clients_scale",
+        "llm_memory",
+        "processes_scale",
+        "helpers_cost",
+    )
     sys.path.insert(0, str(BENCHMARKS))
     try:
         return {name: importlib.import_module(name) for name in names}
@@ -107,6 +115,14 @@ def test_processes_scale_measures_a_round_and_what_is_sent(scripts: dict[str, Mo
     row = scripts["processes_scale"].measured(options, "homlora")
     assert (row.processes, row.clients, row.sent_bytes, row.exchange_seconds) == (1, 2, 0, 0.0)
     assert row.round_seconds > 0
+
+
+def test_helpers_cost_measures_a_gradient_of_several_processes(
+    scripts: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["helpers_cost"].main(["--processes", "2", "--numbers", "100", "--repeat", "2"])
+    row = json.loads(capsys.readouterr().out)
+    assert (row["numbers"], row["processes"]) == (100, 2) and row["alone_ms"] > 0 and row["ms"] > 0
 
 
 def test_clients_scale_measures_whole_rounds_and_draws_them(

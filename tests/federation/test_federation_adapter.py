@@ -16,10 +16,10 @@ from small_federation import SITES, make_plan, make_small, write_data, write_mod
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
-from nvflare.apis.fl_constant import FLContextKey, ReservedKey, ReturnCode
-from nvflare.apis.fl_context import FLContext
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
+from site_executor import HELLO, ask, context_of
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.controller import FederationController, NewJob
@@ -211,27 +211,11 @@ def test_a_mistyped_site_is_named_before_anybody_is_asked(tmp_path: Path, hellos
 # --- the site -----------------------------------------------------------------------------------------------
 
 
-def context_of(site: str, kit: Path) -> FLContext:
-    """FLARE's context as a site's process has it; its `site.toml` is in `kit`."""
-    context = FLContext()
-    context.set_prop(ReservedKey.IDENTITY_NAME, site, private=False, sticky=False)
-    workspace = SimpleNamespace(get_site_config_dir=lambda: str(kit))
-    context.set_prop(FLContextKey.WORKSPACE_OBJECT, workspace, private=True, sticky=False)
-    return context
-
-
-def ask(executor: SiteExecutor, context: FLContext, request: bytes) -> Shareable:
-    return executor.execute("round", Shareable({BODY: request}), context, Signal())
-
-
 @pytest.fixture
 def kit(tmp_path: Path) -> Path:
     write_model(tmp_path / "model")
     write_data(tmp_path, SITES[:1])
     return write_site_file(tmp_path / "kit" / "site.toml", tmp_path, SITES[0]).parent
-
-
-HELLO = encode({"kind": "hello", "round": 1})
 
 
 def test_a_site_answers_and_its_filter_lets_it_pass(kit: Path) -> None:

@@ -59,12 +59,17 @@ def leftovers(root: Path) -> list[str]:
     return found
 
 
-def test_a_rehearsal_leaves_a_run_folder_with_the_local_engines_numbers(tmp_path: Path) -> None:
-    """Its clients have names that no site may have."""
+@pytest.mark.parametrize(
+    ("processes", "apart"), [("1", 1e-5), pytest.param("2", 1e-4, marks=pytest.mark.slow)]
+)
+def test_a_rehearsal_leaves_a_run_folder_with_the_local_engines_numbers(
+    tmp_path: Path, processes: str, apart: float
+) -> None:
+    """Its clients have names that no site may have. Where a site computes with several processes it sums in another
+    order, and AdamW makes more of that where a gradient is nearly none."""
     names = ("Clinic A", "Klinik Süd")
-    done = subprocess.run(
-        rehearse_command(tmp_path, 3, names), capture_output=True, text=True, timeout=240, check=False
-    )
+    command = [*rehearse_command(tmp_path, 3, names), "--processes", processes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "client 'Clinic A' takes part as site 'clinic-a'" in done.stderr
     assert "round 3 of 3: 2 answered (clinic-a, klinik-sud)" in done.stderr
@@ -73,7 +78,7 @@ def test_a_rehearsal_leaves_a_run_folder_with_the_local_engines_numbers(tmp_path
     _, common, trial = local_run(tmp_path, make_plan("pf2lora", SITES[:2]), "test")
     saved = load_file(out / "state" / "common.safetensors")
     flat = trial.model.common_layout.pack({name: t[None] for name, t in saved.items()})[0]
-    assert (flat - common).abs().max() <= 1e-5
+    assert (flat - common).abs().max() <= apart
     result = json.loads((out / "result.json").read_text())
     assert [client["name"] for client in result["clients"]] == list(names)
     (run,) = result["methods"]["pf2lora"]["runs"]

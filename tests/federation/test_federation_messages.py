@@ -12,6 +12,7 @@ from safetensors.torch import save
 from small_federation import SITES, Small, make_plan, make_small
 
 from pf2lora.engines.bad_clients import Diverged
+from pf2lora.engines.helpers import HelperLost
 from pf2lora.errors import UnknownLabel, UserError
 from pf2lora.federation.protocol import messages, site_models
 from pf2lora.federation.protocol.allow_list import read_request
@@ -320,6 +321,8 @@ def test_a_score_that_is_no_number_is_left_out(small: Small, monkeypatch: pytest
         (Diverged("nan"), "loss"),
         (UnknownLabel("'so-so' is unseen"), "labels"),
         (Malformed("no"), "message"),
+        (HelperLost("killed"), "processes"),
+        (torch.OutOfMemoryError("full"), "memory"),
         (UserError("no such file"), "data"),
     ],
 )

@@ -240,7 +240,7 @@ def test_bad_input_is_one_line_from_one_process(world: World, tmp_path: Path) ->
         ([*words(world, tmp_path / "new"), "--device", "cuda:1"], "2 processes would all take it"),
         (["sweep", *words(world, out)[1:]], "pf2lora sweep runs in one process: torchrun shares the clients"),
         ([*words(world, out), "--dry-run"], "a dry run runs in one process"),
-        (["federation", "join", "kit"], "a site has one client, which processes cannot share"),
+        (["federation", "join", "kit"], "a site starts others by itself (processes in its site.toml)"),
     ]
     for number, (args, line) in enumerate(cases):
         place = tmp_path / str(number)

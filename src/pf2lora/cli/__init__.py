@@ -69,7 +69,7 @@ def options(
     """Personalized federated LoRA fine-tuning of language models."""
     command = context.invoked_subcommand
     if command == "federation":
-        check_alone("a site or a server", "a site has one client, which processes cannot share")
+        check_alone("a site or a server", "a site starts others by itself (processes in its site.toml)")
     elif command not in SHARED:
         check_alone(f"pf2lora {command}", f"torchrun shares the clients of {' and '.join(SHARED)} alone")
 

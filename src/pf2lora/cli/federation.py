@@ -93,6 +93,10 @@ def rehearse(
         Path | None,
         typer.Option("--policy", help="A policy.toml that every site has (default: its defaults)."),
     ] = None,
+    processes: Annotated[
+        int,
+        typer.Option("--processes", min=1, help="Processes with which each site computes a batch."),
+    ] = 1,
     dry_run: DryRun = False,
 ) -> None:
     """Try a whole federation on this machine: authority, server and one process per site, with mutual TLS."""
@@ -122,7 +126,7 @@ def rehearse(
         show_rehearsal(config, options)
         return
     try:
-        result = run(config, out, options=options, force=force, tell=tell, policy=limits)
+        result = run(config, out, options=options, force=force, tell=tell, policy=limits, per_site=processes)
     except KeyboardInterrupt:
         sys.exit(130)
     if sites is not None and len(result.clients) != sites:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.engines.accumulation import mean_loss
 from pf2lora.engines.batches import Batch, Encoded
+from pf2lora.engines.helpers import Helpers
 from pf2lora.engines.room import Rooms
 from pf2lora.errors import UserError
 from pf2lora.tasks.answering import answered_batches
@@ -56,6 +57,7 @@ class Task(ABC, Generic[Row, Prediction]):
     labels: list[str] = []  # noqa: RUF012  the names of the model's outputs, where they have names
     metrics: dict[str, Metric]  # the headline first
     tokenizer: PreTrainedTokenizerBase
+    helpers: Helpers | None = None  # processes that take their part of each batch's rows
     evaluation_batch: int = 64  # rows of each client that are answered at once
     shown_examples: ClassVar[int] = 3  # of each client, unless the run says how many
     trivial_label: ClassVar[str] = ""
@@ -82,12 +84,15 @@ class Task(ABC, Generic[Row, Prediction]):
 
     def loss(self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch) -> Tensor:
         """F(x, y; batch): each client's mean loss, shape (M,)."""
+        sums = partial(self.loss_sums, model)
+        return mean_loss(sums, common, personal, batch, self.rooms.training.rows, self.helpers)
 
-        def sums(common: Tensor, personal: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            losses, weights = self.example_losses(model, common, personal, batch)
-            return losses.view(batch.clients, -1).sum(1), weights.view(batch.clients, -1).sum(1)
-
-        return mean_loss(sums, common, personal, batch, self.rooms.training.rows)
+    def loss_sums(
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """Each client's losses and their weights, summed over its rows of the batch; both (M,)."""
+        losses, weights = self.example_losses(model, common, personal, batch)
+        return losses.view(batch.clients, -1).sum(1), weights.view(batch.clients, -1).sum(1)
 
     def losses(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, clients: Sequence[int]

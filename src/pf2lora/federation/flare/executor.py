@@ -21,8 +21,9 @@ from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.apis.signal import Signal
+from torch import OutOfMemoryError
 
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, one_line
 from pf2lora.federation.flare.child import end_with
 from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.allow_list import ANSWERS, AllowList, read_request
@@ -65,8 +66,8 @@ class SiteExecutor(Executor):
         if self.problem is None or request.kind == "hello":
             try:
                 answer = self.ready(fl_ctx).answer(request)
-            except (UserError, Malformed) as error:
-                self.stop(fl_ctx, str(error), problem_fields(error))
+            except (UserError, Malformed, OutOfMemoryError) as error:
+                self.stop(fl_ctx, one_line(error), problem_fields(error))
         if answer is None:
             answer = encode({"kind": "problem", "round": request.round} | (self.problem or {}))
         self.note(fl_ctx, request, time.perf_counter() - began, len(data), len(answer))

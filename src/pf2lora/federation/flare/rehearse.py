@@ -48,22 +48,24 @@ def rehearse(
     force: bool,
     tell: Tell,
     policy: Policy | None = None,
+    per_site: int = 1,
 ) -> Result:
     """Run `config` in a federation of its clients and leave a normal run folder. An unfinished one is resumed. Every
-    site has the limits of `policy` (default: those of a site that sets none)."""
+    site has the limits of `policy` (default: those of a site that sets none), and computes with
+    so many processes (`per_site`)."""
     workload = prepare(config)
     labels = tuple(workload.task.labels)
     plan = Plan.of(said_aloud(workload), "rehearsal", site_names(workload.names), labels, **options)
     with locked(out):
-        return rehearse_in(out, plan, workload, policy or Policy(), force=force, tell=tell)
+        folder = out / FOLDER
+        set_up(plan, workload, out, folder, force=force, tell=tell, per_site=per_site)
+        return rehearse_in(out, folder, plan, workload, policy or Policy(), tell)
 
 
 def rehearse_in(
-    out: Path, plan: Plan, workload: Workload, policy: Policy, *, force: bool, tell: Tell
+    out: Path, folder: Path, plan: Plan, workload: Workload, policy: Policy, tell: Tell
 ) -> Result:
     """The rehearsal of a plan, while nobody else writes into its folder."""
-    folder = out / FOLDER
-    set_up(plan, workload, out, folder, force=force, tell=tell)
     for site in plan.sites:  # with the batches of `pf2lora train`, whose numbers a rehearsal has
         own = dataclasses.replace(policy, public_batch_order=True)
         atomic.write_text(folder / "kits" / site / "local" / POLICY_FILE, to_policy_toml(own))
@@ -83,7 +85,9 @@ def rehearse_in(
     )
 
 
-def set_up(plan: Plan, workload: Workload, out: Path, folder: Path, *, force: bool, tell: Tell) -> None:
+def set_up(
+    plan: Plan, workload: Workload, out: Path, folder: Path, *, force: bool, tell: Tell, per_site: int = 1
+) -> None:
     """Kits and each site's own files, unless an unfinished rehearsal of the same plan is there already."""
     file = folder / "plan.json"
     if file.is_file() and not force:
@@ -100,13 +104,13 @@ def set_up(plan: Plan, workload: Workload, out: Path, folder: Path, *, force: bo
     project = Project("rehearsal", "localhost", plan.sites, port=processes.free_port(), lead=LEAD)
     kits = provision(project, folder / "kits")
     for client, site in zip(workload.clients, plan.sites):
-        write_site(client, workload.config, folder / "sites" / site, kits[site])
+        write_site(client, workload.config, folder / "sites" / site, kits[site], per_site)
         if client.name != site:
             tell(f"client {client.name!r} takes part as site {site!r}")
     atomic.write_text(file, plan.to_json())
 
 
-def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> None:
+def write_site(client: Client[Any], config: Config, folder: Path, kit: Path, per_site: int = 1) -> None:
     """What a real site would have of its own: data files, and the file that names them."""
     import tomli_w
 
@@ -128,6 +132,7 @@ def write_site(client: Client[Any], config: Config, folder: Path, kit: Path) -> 
         "model": str(model.resolve()) if model.exists() else config.model.name,
         "state": str((folder / "state").resolve()),
         "device": config.model.device,
+        "processes": per_site,
         "precision": config.model.precision,
         "data": data | config.task.record_columns(client.train),
     }

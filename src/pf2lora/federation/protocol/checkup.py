@@ -178,6 +178,7 @@ class SiteCheckup:
         from pf2lora.core.method import moved
         from pf2lora.engines.steps import local_steps
         from pf2lora.run import costs
+        from pf2lora.run.helper import with_helpers
         from pf2lora.run.set_up import set_up
 
         if self.workload is None:
@@ -186,15 +187,19 @@ class SiteCheckup:
         costs.start_memory_count(device)
         began = time.perf_counter()
         trial = set_up(self.workload, self.plan.method, self.workload.config.training.seed)
+        with_helpers(trial, self.own.processes)
         state = moved(trial.state, device)
         (variant,) = trial.method.variants_for_round(state, 1)
         _, stats = local_steps(variant, trial.F, state, trial.source, [0], [0], 1)
         loss, seconds = float(stats.loss.sum()), time.perf_counter() - began
         trial.model.remove()
+        if (helpers := trial.workload.task.helpers) is not None:
+            helpers.close()
         if not math.isfinite(loss):
             raise UserError(
                 'the loss of the first step is no number: look at the data, or use precision = "float32"'
             )
         memory = costs.peak_memory(device)
         room = f", at most {numbers.size(memory)} on {device}" if memory else ""
-        return f"{trial.method.label}: loss {loss:.4f} after {numbers.duration(seconds)}{room}"
+        by = f" in {self.own.processes} processes" if self.own.processes > 1 else ""
+        return f"{trial.method.label}: loss {loss:.4f} after {numbers.duration(seconds)}{by}{room}"

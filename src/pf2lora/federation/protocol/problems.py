@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import OutOfMemoryError
+
 from pf2lora.engines.bad_clients import Diverged
+from pf2lora.engines.helpers import HelperLost
+from pf2lora.engines.room import NoRoom
 from pf2lora.errors import UnknownLabel
 from pf2lora.federation.protocol.checkpoints import StateFolderError
 from pf2lora.federation.protocol.messages import Malformed
@@ -21,6 +25,8 @@ PROBLEMS = {
     "loss": "its loss stopped being a number; a smaller lr or client_lr usually helps",
     "update": "its update is many times larger than any before; a smaller lr or client_lr usually helps",
     "data": "its data or model could not be loaded",
+    "memory": "its memory is too small",
+    "processes": "one of its processes has ended",
     "labels": "its data has labels, or questions without an answer, that the run's --labels do not name",
     "policy": "its own policy.toml does not allow the run",
     "masks": "it refused the round's masks or has lost them",
@@ -40,7 +46,15 @@ def problem_code(error: Exception) -> str:
     """The code under which a site tells the server of an error."""
     if isinstance(error, StateFolderError):
         return error.code
-    codes = {Diverged: "loss", UnknownLabel: "labels", PolicyBroken: "policy", Malformed: "message"}
+    codes = {
+        Diverged: "loss",
+        UnknownLabel: "labels",
+        PolicyBroken: "policy",
+        Malformed: "message",
+        HelperLost: "processes",
+        OutOfMemoryError: "memory",
+        NoRoom: "memory",
+    }
     for kind, code in codes.items():
         if isinstance(error, kind):
             return code

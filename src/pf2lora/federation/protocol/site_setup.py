@@ -26,12 +26,14 @@ from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, PolicyBroken, check_plan, read_policy
 from pf2lora.run.config import Config, from_dict, merged, read_toml
 from pf2lora.run.fitting import fitted
+from pf2lora.run.helper import with_helpers
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import load_workload
 from pf2lora.settings import checked, column_settings, setting, types_of
 from pf2lora.tasks import TASKS
 
 SITE_FILE = "site.toml"
+MOST_PROCESSES = 64  # of one machine: more are a slip of the pen
 PARTS = ("clients", "test", "validation")  # the settings that name a site's files
 FILES = (
     *PARTS,
@@ -81,6 +83,7 @@ class SiteFile:
     model: str = setting("", "the base model's folder or hub name")
     state: str = setting("state", "where the site keeps its state")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    processes: int = setting(1, "processes that compute each batch together, one for each accelerator")
     precision: str = setting("float32", "precision of the base model, the same at every site")
     data: Mapping[str, Any] = field(default_factory=dict)
 
@@ -111,6 +114,13 @@ def read_site_file(path: Path, columns: Sequence[str] | None = None) -> SiteFile
         raise UserError(f"{path}: model is missing; give the base model's folder or hub name")
     if found.name:
         check_name(found.name, path)
+    if not 1 <= found.processes <= MOST_PROCESSES:
+        raise UserError(f"{path}: processes is {found.processes}; it must be from 1 to {MOST_PROCESSES}")
+    if found.processes > 1 and ":" in found.device:
+        raise UserError(
+            f"{path}: device is {found.device!r}, and {found.processes} processes would all take it: leave it out, and "
+            f"each takes its own"
+        )
     return found
 
 
@@ -129,8 +139,10 @@ def site_config(plan: Plan, file: Path) -> tuple[Config, SiteFile]:
         paths = [data[key]] if isinstance(data.get(key), str) else data.get(key, [])
         data[key] = [absolute(file.parent, p) for p in paths]
     model = {"name": absolute(file.parent, own.model), "device": own.device, "precision": own.precision}
+    # Processes tell each other something in every step: a recording cannot hold that.
+    alone = {} if own.processes == 1 else {"graphs": False}
     here = {
-        "model": model,
+        "model": model | alone,
         "training": {"method": [plan.method], "seeds": 1},
         "task": {key: value for key, value in own.data.items() if key in columns},
         "data": data,
@@ -172,7 +184,8 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     if policy.models and not {fingerprint, own.model} & set(policy.models):
         raise PolicyBroken(plan, "models")
     place = plan.sites.index(site), len(plan.sites)
-    trial, _ = fitted(set_up(workload, plan.method, config.training.seed, place=place))
+    trial = set_up(workload, plan.method, config.training.seed, place=place)
+    trial, _ = fitted(with_helpers(trial, own.processes))
     if not policy.public_batch_order:
         seed = private_seed(config.training.seed, plan.name, state_folder(plan, file).parent)
         trial = replace(trial, source=replace(trial.source, seeds=(seed,)))
