@@ -15,7 +15,8 @@ import time
 import torch
 
 from pf2lora.federation.protocol import ring
-from pf2lora.federation.protocol.secure_sum import ServerSum, SiteSum
+from pf2lora.federation.protocol.secure_sum import SiteSum
+from pf2lora.federation.protocol.server_sum import ServerSum
 
 
 class Anybody:
@@ -33,8 +34,8 @@ class Anybody:
 def measure(count: int, numbers: int, dropped: int) -> dict[str, float]:
     """One round of `count` sites, the last `dropped` of which do not answer."""
     names = [f"site-{i:03d}" for i in range(count)]
-    sites = {name: SiteSum(name, b"benchmark", Anybody(), 2) for name in names}
-    server, values = ServerSum(b"benchmark", numbers), torch.randn(numbers)
+    sites = {name: SiteSum(name, b"benchmark", Anybody(), names, 2) for name in names}
+    server, values = ServerSum(b"benchmark", numbers, names), torch.randn(numbers)
     spent = dict.fromkeys(("site", "server"), 0.0)
     began = time.perf_counter()
 
@@ -60,7 +61,7 @@ def measure(count: int, numbers: int, dropped: int) -> dict[str, float]:
     timed("site")
     for name, found_shares in told.items():
         server.take_unmasking(name, found_shares)
-    total, _ = server.unmask()
+    total = server.unmask()
     timed("server")
     error = float((ring.from_ring(total) / len(answering) - values.double()).abs().max())
     beside = sum(len(data) for data in sealed[names[0]].values()) + sum(

@@ -151,7 +151,6 @@ def check_plan(policy: Policy, plan: Plan, runs: int) -> None:
 def asked(plan: Plan) -> Mapping[str, int]:
     """What the plan asks for, by the limit on it."""
     # With torch, which a site's main process does without.
-    from pf2lora.core.randomness import participants
     from pf2lora.run.set_up import method_settings
 
     training = plan.run.training
@@ -161,7 +160,7 @@ def asked(plan: Plan) -> Mapping[str, int]:
         "min_steps": training.steps,
         "min_rows": training.steps * training.batch_size,
         "max_rounds": training.rounds,
-        "min_sites": len(participants(training.seed, 1, len(plan.sites), training.participation)),
+        "min_sites": len(plan.chosen(1)),
     }
 
 

@@ -22,6 +22,7 @@ PROBLEMS = {
     "update": "its update is many times larger than any before; a smaller lr or client_lr usually helps",
     "data": "its data or model could not be loaded",
     "labels": "its data has labels, or questions without an answer, that the run's --labels do not name",
+    "plan": "it has done rounds of a run of this name with another plan: choose another --name",
     "policy": "its own policy.toml does not allow the run",
     "masks": "it refused the round's masks or has lost them",
     "summed": "it has given its shares of this round already",
