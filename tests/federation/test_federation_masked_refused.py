@@ -233,10 +233,13 @@ class Accomplice:
         return self.sum.unmask()
 
 
-def test_a_server_with_its_own_and_a_removed_sites_certificate_gets_nothing(tmp_path: Path) -> None:
-    """`provision` gives the server a certificate under the name `server`; any signed site's kit is the second."""
+@pytest.mark.parametrize("names", [("server", "clinic-removed"), ("clinic-removed", "clinic-not-named")])
+def test_a_server_gets_nothing_with_certificates_of_who_is_not_in_the_plan(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """`provision` gives the server one under the name `server`; any site's that was ever signed is another."""
     small = make_masked(tmp_path, masked_plan("homlora"))
-    accomplices = {name: more_kit(tmp_path, name) for name in ("server", "clinic-removed")}
+    accomplices = {name: more_kit(tmp_path, name) for name in names}
     assert Accomplice(small, accomplices).update() is None
 
 

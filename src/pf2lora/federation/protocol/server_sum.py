@@ -103,8 +103,10 @@ class ServerSum:
         doing."""
         at, digest, total = places(self.roster), roster_digest(self.context, self.roster), self.total
         for site in self.sealed:
-            shares = {at[who]: found[site][1] for who, found in self.unmasked.items() if site in found}
-            secret = self.secret_of(site, shares)
+            told = {who: found[site][1] for who, found in self.unmasked.items() if site in found}
+            if len(told) > self.least:
+                told.pop(site, None)  # its own share has no hash by which it could be known
+            secret = self.secret_of(site, {at[who]: share for who, share in told.items()})
             if site in self.answered:
                 total = total - ring.mask(secret, self.count)
                 continue
