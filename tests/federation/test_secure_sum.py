@@ -314,12 +314,12 @@ def test_a_server_cannot_have_two_sums_of_a_round_by_showing_two_rosters() -> No
     """It needs the shares of a majority of the round for each, and who gave them gives no others."""
     there = {site: site_sum(site) for site in SITES}
     keys = {site: own.keys() for site, own in there.items()}
-    for roster in ("ab", "cd"):
-        for site in roster:
+    for both in ("ab", "cd"):
+        for site in both:
             with pytest.raises(
                 Refused, match="a sum of 2 sites was asked for; this site takes part in sums of 3"
             ):
-                there[site].shares({other: keys[other] for other in roster})
+                there[site].shares({other: keys[other] for other in both})
             there[site].done = 1
     roster = {site: keys[site] for site in "abc"}
     for site in "abc":

@@ -105,7 +105,8 @@ class MaskedRound:
         try:
             message = self.session.read_answer(data, kind, self.number)
             if message.kind == kind:
-                return self.keep(site, message)
+                self.keep(site, message)
+                return None
         except (Malformed, Refused) as error:
             logger.warning("%s in step %r of round %d: %s", site, kind, self.number, error)
             return Answer(len(data) if isinstance(data, bytes) else 0, why=str(error))
