@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from contextlib import suppress
 from copy import deepcopy
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
+import torch
 from fuzz_mutations import bytes_changed, tensors_changed
+from masked_federation import make_masked, masked_plan
 from small_federation import SITES, Small
 
 from pf2lora.errors import UserError
-from pf2lora.federation.protocol import messages
+from pf2lora.federation.protocol import messages, ring
 from pf2lora.federation.protocol.agreement import agreeing_first
+from pf2lora.federation.protocol.allow_list import read_request
+from pf2lora.federation.protocol.answers import Answer
+from pf2lora.federation.protocol.identity import Authority
+from pf2lora.federation.protocol.masked import MaskedRound
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,3 +52,84 @@ def test_no_bytes_of_one_site_cost_the_others_a_round(small: Small) -> None:
             assert why.isprintable() and "\n" not in why and len(why) < 500
         refused += "site-2" in record["refused"]
     assert refused > 75
+
+
+# --- a masked run's own messages ----------------------------------------------------------------------------
+
+OTHERS = [site for site in SITES if site != "site-2"]
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> Small:
+    """A masked federation whose sites have said hello."""
+    made = make_masked(tmp_path, masked_plan("homlora", config={"rounds": 12}))
+    made.greet()
+    return made
+
+
+def test_no_bytes_of_one_site_in_the_masks_steps_get_further_than_that_site(masked: Small) -> None:
+    """Broken keys, shares and unmaskings by the hundred; keys that are taken are those that the site signed."""
+    random, authority = Random(0), Authority.of(masked.files["site-1"].parent.parent / "startup")
+    attempt = MaskedRound(masked.coordinator, authority, masked.exchange)
+    sums = {site: setup.masks for site, setup in masked.setups.items()}
+    values = {site: torch.randn(attempt.sum.count) for site in SITES}
+
+    def requests(kind: str, **fields: Any) -> dict[str, bytes]:
+        return dict.fromkeys(SITES, messages.encode({"kind": kind, "round": 1} | fields))
+
+    def fuzzed(kind: str, asked: dict[str, bytes], taken: dict[str, Any]) -> None:
+        """One step with everybody's own answers, after those of site-2 were broken in every way."""
+        honest = masked.ask(asked)
+        for site in OTHERS:
+            assert attempt.take(kind, site, honest[site]) is None
+        refused, seen = 0, list[object]()
+        for _ in range(150):
+            answer = attempt.take(kind, "site-2", broken(honest["site-2"], random))
+            assert (answer is None) == ("site-2" in taken) and set(OTHERS) <= set(taken)
+            seen += [taken.pop("site-2")] if answer is None else []
+            if isinstance(answer, Answer):
+                refused += 1
+                assert answer.why.isprintable() and len(answer.why) < 500
+        assert refused > 75
+        assert attempt.take(kind, "site-2", honest["site-2"]) is None
+        assert kind != "keys" or all(found == taken["site-2"] for found in seen)
+
+    fuzzed("keys", requests("keys"), attempt.sum.roster)
+    roster = {site: vars(keys) for site, keys in attempt.sum.roster.items()}
+    fuzzed("shares", requests("shares", roster=roster), attempt.sum.sealed)
+    for site, masks in sums.items():
+        assert masks is not None and masks.now is not None
+        attempt.sum.add(site, masks.now.mask(ring.to_ring(values[site], 4), attempt.sum.shares_for(site)))
+    fuzzed("unmask", requests("unmask", answered=list(SITES)), attempt.sum.unmasked)
+    exact = torch.stack([own.double() for own in values.values()]).sum(0)
+    assert (ring.from_ring(attempt.sum.unmask()) - exact).abs().max() <= 4 * ring.STEP
+
+
+def test_a_masked_round_goes_on_around_one_sites_broken_messages(masked: Small) -> None:
+    random = Random(1)
+    for kind in ("keys", "keys", "unmask", "unmask", "shares", "shares"):
+
+        def tamper(site: str, data: bytes, kind: str = kind) -> bytes:
+            meant = site == "site-2" and messages.decode(data).kind == kind
+            return broken(data, random) if meant else data
+
+        masked.tamper = tamper
+        record = masked.round()
+        assert set(OTHERS) <= set(record["answered"]), record["refused"]
+
+
+def test_no_bytes_of_a_server_in_the_masks_steps_are_more_than_refused(masked: Small) -> None:
+    """A site answers, says that it is not in the sum, or names what it cannot read; nothing else happens to it."""
+    random, session = Random(2), masked.sessions["site-1"]
+    keys = masked.ask(dict.fromkeys(SITES, messages.encode({"kind": "keys", "round": 1})))
+    roster = {site: messages.decode(data).fields["keys"] for site, data in keys.items()}
+    for kind, fields in (
+        ("keys", {}),
+        ("shares", {"roster": roster}),
+        ("unmask", {"answered": list(SITES)}),
+    ):
+        request = messages.encode({"kind": kind, "round": 1} | fields)
+        for _ in range(100):
+            with suppress(messages.Malformed, UserError):
+                asked = read_request(broken(request, random))
+                assert messages.decode(session.answer(asked)).kind in (asked.kind, "problem")

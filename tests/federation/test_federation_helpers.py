@@ -194,7 +194,7 @@ def test_a_sites_file_says_how_many(file: Path) -> None:
     config, own = site_config(plan_of(), with_processes(file, 4))
     assert own.processes == 4 and not config.model.graphs
     for lines, wrong in (
-        ("processes = 0", "processes is 0; it must be at least 1"),
+        ("processes = 0", "processes is 0; it must be from 1 to 64"),
         ('processes = "all"', "processes"),
     ):
         file.write_text(f"{lines}\n{file.read_text()}")

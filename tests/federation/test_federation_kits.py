@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from small_federation import make_plan
 from typer.testing import CliRunner
 
@@ -26,6 +28,8 @@ from pf2lora.federation.flare import admin
 from pf2lora.federation.flare.admin import session, write_job
 from pf2lora.federation.flare.processes import check_port, open_kit, start
 from pf2lora.federation.flare.provision import Project, provision, read_project
+from pf2lora.federation.protocol.identity import Authority, KitIdentity
+from pf2lora.federation.protocol.secure_sum import Refused
 from pf2lora.federation.protocol.site_setup import read_site_file
 
 MEMBER = "guest@example.org"
@@ -55,6 +59,22 @@ def test_a_kits_texts_name_our_commands_and_no_way_around_them(kits: dict[str, P
         script = (kit / "startup" / "start.sh").read_text()
         assert "pf2lora federation join" in script and "nvflare" not in script
         assert (kit / "startup" / "start.sh").stat().st_mode & 0o777 == 0o700
+
+
+def test_only_sites_can_sign_keys_of_masks(kits: dict[str, Path]) -> None:
+    """The server's certificate has a name that a site could have."""
+    authority = Authority.of(kits["server"] / "startup")
+    for name, kit in kits.items():
+        own = "server" if name == "server" else "client"
+        key = load_pem_private_key((kit / "startup" / f"{own}.key").read_bytes(), None)
+        assert isinstance(key, rsa.RSAPrivateKey)
+        certificate = (kit / "startup" / f"{own}.crt").read_text()
+        signature = KitIdentity(authority.root, certificate, key).sign(b"keys")
+        if name.startswith("clinic"):
+            authority.check(name, certificate, b"keys", signature)
+        else:
+            with pytest.raises(Refused, match="is no site"):
+                authority.check(name, certificate, b"keys", signature)
 
 
 def test_everybody_gets_a_kit_and_keys_are_their_owners(kits: dict[str, Path]) -> None:

@@ -86,7 +86,8 @@ def test_a_kit_is_as_hardened_as_those_of_provision(made: Made) -> None:
     )
     assert read_policy(kit / "local" / "policy.toml") == Policy()
     assert not (kit / "startup" / "sub_start.sh").exists()
-    KitIdentity.of(kit / "startup")  # with which it signs its masks
+    who = KitIdentity.of(kit / "startup")  # with which it signs its masks
+    who.check("site-1", who.certificate, b"keys", who.sign(b"keys"))
 
 
 def test_a_kit_is_renewed_and_keeps_its_own_rules(made: Made) -> None:

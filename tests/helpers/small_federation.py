@@ -183,7 +183,8 @@ class Small:
         """One round; `present` are those who answer."""
         there = list(self.files) if present is None else present
         measured = evaluation_rounds(self.plan.run.training)
-        answers, summed = ask(self.coordinator, there, measured, self.exchange)
+        kit = next(iter(self.files.values())).parent.parent  # any has the authority's certificate
+        answers, summed = ask(self.coordinator, there, measured, self.exchange, kit / "startup")
         missing = [s for s in self.coordinator.chosen(self.coordinator.done + 1) if s not in answers]
         return self.coordinator.finish_round(answers, 0.0, missing, summed)
 

@@ -29,10 +29,16 @@ def read_limits(file: Path | None) -> Policy | None:
 def approve(
     kit: SiteKit,
     name: Annotated[
-        str | None, typer.Argument(help="The run to approve (default: list those that wait).")
+        str | None, typer.Argument(help="The run to approve (default: show those that wait).")
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            help="The digest of the plan that is approved, as it was shown (default: show the run's)."
+        ),
     ] = None,
 ) -> None:
-    """At a site: approve a run that its policy.toml lets no one begin unasked, or list what waits."""
+    """At a site: show what waits for a person's approval, and approve what was shown, by its digest."""
     import tomli_w
 
     from pf2lora.federation.protocol import approvals, audit
@@ -43,20 +49,20 @@ def approve(
         raise UserError(f"{str(kit)!r} is no site's kit: a run is approved at a site")
     if not read_policy(folder / POLICY_FILE).approve:
         raise UserError(f"{folder / POLICY_FILE} asks for no approval: set approve = true there first")
-    if name is not None:
-        asked = approvals.approve(folder, name)
+    if name is not None and plan is not None:
+        asked = approvals.approve(folder, name, plan)
         audit.record(kit, "approved", run=name, plan=asked.approved, by=asked.by)
-        typer.echo(
-            f"run {name!r} is approved by {asked.by}: {asked.plan['method']}; the lead submits it again"
-        )
+        typer.echo(f"run {name!r} is approved by {asked.by}: {approvals.summary(asked)}")
+        typer.echo("the lead submits it again")
         return
-    waiting = approvals.waiting(folder)
-    if not waiting:
+    shown = approvals.waiting(folder) if name is None else {name: approvals.asked_for(folder, name)}
+    if not shown:
         typer.echo("no run waits for an approval")
-    for run, asked in waiting.items():
+    for run, asked in shown.items():
         described = {key: value for key, value in asked.plan.items() if value not in ((), [], None)}
+        command = f"pf2lora federation approve {kit} {run} --plan {approvals.digest(asked.plan)}"
         typer.echo(
-            f"# {run}: approve with `pf2lora federation approve {kit} {run}`\n{tomli_w.dumps(described)}"
+            f"{tomli_w.dumps(described)}\n# {run}: {approvals.summary(asked)}\n# approve with `{command}`"
         )
 
 

@@ -267,7 +267,7 @@ class FederationController(SiteMessages):
             self.take_back()
             began = time.perf_counter()
             exchange = partial(self.exchange, timeout=self.plan.deadline)
-            answers, summed = ask(session, self.present, measured, exchange)
+            answers, summed = ask(session, self.present, measured, exchange, self.root / "startup")
             if self.abort.triggered:
                 return
             missing = [s for s in session.chosen(session.done + 1) if s not in answers]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from reprlib import repr as short
 from typing import Any
 
@@ -137,6 +137,9 @@ class AllowList:
         if wire.masked:
             own = masked_fields.ANSWERS.items()
             self.declared |= {kind: Declared({**ROUND, **fields}) for kind, fields in own}
+            update = self.declared["update"]
+            more = {**update.optional, **masked_fields.UPDATE}
+            self.declared["update"] = replace(update, optional=more)
 
     def check(self, data: object, kinds: Collection[str] = ANSWERS) -> Message:
         """The message in `data`, which must be of one of `kinds` and as declared; else `Malformed`."""

@@ -36,6 +36,9 @@ class Answers(Serving):
     def __init__(self, plan: Plan, folder: Path) -> None:
         super().__init__(plan, folder)
         self.rows = Rows(folder, plan.sites)
+        self.barred: dict[
+            str, str
+        ] = {}  # from masked rounds, for as long as this server runs, with the reason
 
     def arrived(self, site: str, data: object, keep: Keep | None = None) -> Answer:
         """A site's answer to the next round's request, whatever it is. An update's numbers are kept in the rows, or

@@ -16,6 +16,7 @@ from typing import Any
 
 from pf2lora import atomic
 from pf2lora.errors import UserError
+from pf2lora.federation.protocol import policy
 from pf2lora.federation.protocol.names import check_name
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.parsing import read_json
@@ -72,16 +73,38 @@ def waiting(folder: Path) -> dict[str, Asked]:
     return {name: asked for name, asked in found.items() if asked.waits}
 
 
-def approve(folder: Path, name: str) -> Asked:
-    """Approve the run as it was last asked for."""
+def asked_for(folder: Path, name: str) -> Asked:
+    """A run as it was last asked for."""
     check_name("run", name)
     file = path_of(folder, name)
     if not file.exists():
         raise UserError(f"no run {name!r} was asked for here; the lead submits it first")
-    asked = read(file)
-    done = Asked(asked.plan, asked.asked, digest(asked.plan), getpass.getuser(), time.time())
-    atomic.write_json(file, asdict(done))
+    return read(file)
+
+
+def approve(folder: Path, name: str, shown: str) -> Asked:
+    """Approve the plan that a person was `shown`, by its digest: another may have been asked for meanwhile."""
+    asked = asked_for(folder, name)
+    if shown != digest(asked.plan):
+        raise UserError(
+            f"the plan {shown} of the run {name!r} is not the one that is asked for now: look at that first, "
+            f"`pf2lora federation approve KIT {name}`"
+        )
+    done = Asked(asked.plan, asked.asked, shown, getpass.getuser(), time.time())
+    atomic.write_json(path_of(folder, name), asdict(done))
     return done
+
+
+def summary(asked: Asked) -> str:
+    """What a run asks for, in a line."""
+    plan = Plan.from_json(json.dumps(asked.plan))
+    run, cost = plan.run, policy.spending(plan)
+    private = "no differential privacy" if cost is None else cost.sentence()
+    return (
+        f"{plan.method} on {run.task.name}, {run.training.rounds} rounds of {run.training.steps} steps, batches of "
+        f"{run.training.batch_size}, rank {run.adapter.rank}, with {', '.join(plan.sites)}; "
+        f"{'masked' if plan.masked else 'the server sees each update'}; {private}; on the site's own base model"
+    )
 
 
 def read(file: Path) -> Asked:

@@ -218,8 +218,8 @@ class CheckpointFolder:
 
 
 def has_state(folder: Path) -> bool:
-    """Whether this is the folder of a run in which a round was done."""
-    return any(folder.glob(f"{STATE}-*.safetensors"))
+    """Whether this is the folder of a run in which a round was done, also one that was set aside."""
+    return any(folder.rglob(f"{STATE}-*.safetensors"))
 
 
 def restored(like: Tree, tensors: Sequence[Tensor], file: Path) -> Tree:

@@ -1,46 +1,33 @@
-"""A masked run's messages: what site and server say to each other around `secure_sum`: the server sees sums alone.
+"""The server's half of a masked run's messages, around `secure_sum`: it sees sums alone. `site_masks.py` is a site's.
 
 A round has four exchanges in place of one: keys, shares, the round itself with masked updates, and shares of what is to
-be taken away. Whoever is missing or refused in one is not in the next.
+be taken away. Whoever is missing or refused in one is not in the next. Where somebody's doing leaves no sum to be had,
+the round is tried again without them.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
-from pf2lora import atomic
-from pf2lora.core.method import Method
-from pf2lora.errors import UserError
-from pf2lora.federation.protocol import approvals, private, ring
-from pf2lora.federation.protocol.checkpoints import StateFolderError, writing
-from pf2lora.federation.protocol.identity import KitIdentity
+from pf2lora.federation.protocol import private, ring
+from pf2lora.federation.protocol.answers import Answer
+from pf2lora.federation.protocol.identity import Authority
 from pf2lora.federation.protocol.messages import Malformed, Message, encode
-from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.policy import Policy
-from pf2lora.federation.protocol.secure_sum import (
-    AlreadySummed,
-    Keys,
-    LostKeys,
-    Refused,
-    ServerSum,
-    SiteSum,
-    threshold,
-)
-from pf2lora.parsing import read_text
-from pf2lora.run.privacy import sends_the_adapter_alone
+from pf2lora.federation.protocol.secure_sum import Keys, Refused, check_keys
+from pf2lora.federation.protocol.server_sum import BadDealer, ServerSum
+from pf2lora.federation.protocol.site_masks import context
 
 if TYPE_CHECKING:
     from pf2lora.federation.protocol.server import ServerSession
 
-SUMMED = "summed-round"
+logger = logging.getLogger("pf2lora")
+
 Take = Callable[[str, object], object]
 """What is kept of a site's answer, read when it arrives."""
 
@@ -53,89 +40,6 @@ class Exchange(Protocol):
     ) -> Mapping[str, object]: ...
 
 
-def context(plan: Plan, number: int) -> bytes:
-    """What makes keys and shares those of this run and round."""
-    return f"{approvals.digest(json.loads(plan.to_json()))} round {number} ".encode()
-
-
-def check_maskable(method: Method) -> None:
-    """A UserError where one vector, a sum or a median, is not all that the method's server needs."""
-    if not sends_the_adapter_alone(method):
-        raise UserError(
-            f"{method.name}'s updates cannot be masked or merged otherwise: its server needs more than one vector"
-        )
-
-
-# --- a site ------------------------------------------------------------------------------------------------
-
-
-class SiteMasks:
-    """The masks of a site, round by round. Keys live in memory alone: a site that is started again has lost them, and
-    takes part in the next round. Which round was unmasked last is in the state `folder`: none is twice."""
-
-    def __init__(self, plan: Plan, site: str, identity: KitIdentity, fewest: int, folder: Path) -> None:
-        self.plan, self.site, self.identity, self.fewest = plan, site, identity, fewest
-        self.file = folder / SUMMED
-        self.now: SiteSum | None = None
-        self.number = 0  # the round that this is of
-
-    @classmethod
-    def of(cls, plan: Plan, kit: Path, site: str, policy: Policy, folder: Path) -> SiteMasks | None:
-        """Of a site with this kit; None where the run has no masks."""
-        if not plan.masked:
-            return None
-        return cls(plan, site, KitIdentity.of(kit / "startup"), policy.min_sites, folder)
-
-    def summed(self) -> int:
-        """The last round of which this site gave shares away, from its disk."""
-        if not self.file.exists():
-            return 0
-        text = read_text(self.file).strip()
-        if not re.fullmatch(r"[0-9]{1,15}", text):
-            raise StateFolderError(f"{self.file} is damaged: it holds no number of a round", "state")
-        return int(text)
-
-    def answer(self, request: Message) -> bytes:
-        """The reply to a request of one of the masks' own kinds."""
-        number, kind = request.round, request.kind
-        answer: dict[str, Any] = {"kind": kind, "round": number}
-        if kind == "keys":
-            if number <= self.summed():
-                raise AlreadySummed(
-                    f"round {number} was summed already; a second sum would tell its parts apart"
-                )
-            new = SiteSum(self.site, context(self.plan, number), self.identity, self.fewest)
-            self.now, self.number = new, number
-            return encode(answer | {"keys": asdict(new.keys())})
-        own = self.of_round(number)
-        if kind == "shares":
-            roster = {site: Keys(**keys) for site, keys in request.fields["roster"].items()}
-            return encode(answer | {"shares": {s: data.hex() for s, data in own.shares(roster).items()}})
-        told = own.unmask(request.fields["answered"])
-        with writing(self.file.parent):  # before anything leaves
-            atomic.write_text(self.file, f"{number}\n")
-        return encode(answer | {"unmask": {s: [what, share.hex()] for s, (what, share) in told.items()}})
-
-    def of_round(self, number: int) -> SiteSum:
-        """The sum of this round, which began here."""
-        if self.now is None or self.number != number:
-            raise LostKeys(f"the keys of round {number} are not here: the site was started again since")
-        return self.now
-
-    def mask(self, numbers: Tensor, request: Mapping[str, Any]) -> Tensor:
-        """An update `(n,)` in the ring, with all masks on it."""
-        own = self.of_round(request["round"])
-        sealed = {site: bytes.fromhex(data) for site, data in request.get("shares", {}).items()}
-        return own.mask(ring.to_ring(numbers, len(own.roster)), sealed)
-
-    def noise_share(self, number: int) -> float:
-        """The part of a sum's noise, by its variance, that this site adds: that of the fewest who can be summed."""
-        return 1 / threshold(len(self.of_round(number).roster))
-
-
-# --- the server --------------------------------------------------------------------------------------------
-
-
 class Summed(NamedTuple):
     """The sum of the sites that answered a round, or why there is none."""
 
@@ -145,71 +49,110 @@ class Summed(NamedTuple):
 
 
 def ask(
-    session: ServerSession, present: Sequence[str], measured: set[int], exchange: Exchange
+    session: ServerSession, present: Sequence[str], measured: set[int], exchange: Exchange, startup: Path
 ) -> tuple[dict[str, object], Summed | None]:
-    """The answers to the next round's requests, and in a masked run the sum of the updates in them."""
+    """The answers to the next round's requests, and in a masked run the sum of the updates in them. `startup` is the
+    server's kit's, which has the authority's certificate."""
     if not session.plan.masked:
         return dict(exchange("round", session.requests(list(present), measured), take=session.arrived)), None
-    number = session.done + 1
-    server = ServerSum(context(session.plan, number), session.known_method.leaves(number).size)
-    taking_part = [site for site in present if site in session.chosen(number)]
-
-    def step(
-        kind: str, requests: Mapping[str, bytes], take: Callable[[str, Message], None]
-    ) -> dict[str, object]:
-        """One exchange. An answer that is none of `kind`, or not as it must be, is returned as it is."""
-        others: dict[str, object] = {}
-        for site, data in exchange(kind, requests).items():
-            try:
-                message = session.read_answer(data, kind, number)
-                if message.kind == kind:
-                    take(site, message)
-                    continue
-            except (Malformed, Refused):
-                pass
-            others[site] = data
-        return others
-
-    fields = {"round": number}
-    answers = step(  # all that this round has of a site that answers something else
-        "keys",
-        dict.fromkeys(taking_part, encode({"kind": "keys"} | fields)),
-        lambda site, m: server.roster.__setitem__(site, Keys(**m.fields["keys"])),
-    )
-    roster = {site: asdict(keys) for site, keys in server.roster.items()}
-    answers |= step(
-        "shares",
-        dict.fromkeys(server.roster, encode({"kind": "shares", "roster": roster} | fields)),
-        lambda site, m: server.take_shares(
-            site, {s: bytes.fromhex(v) for s, v in m.fields["shares"].items()}
-        ),
-    )
-    sealed = {
-        site: {"shares": {s: v.hex() for s, v in server.shares_for(site).items()}} for site in server.sealed
-    }
-    requests = session.requests(list(present), measured, sealed)
-    asked = {s: data for s, data in requests.items() if s in sealed or s not in taking_part}
-    answers |= exchange("round", asked, take=partial(session.arrived, keep=server.add))
-    answered = list(server.answered)
-    step(
-        "unmask",
-        dict.fromkeys(answered, encode({"kind": "unmask", "answered": answered} | fields)),
-        lambda site, m: server.take_unmasking(
-            site, {s: (what, bytes.fromhex(share)) for s, (what, share) in m.fields["unmask"].items()}
-        ),
-    )
-    return answers, unmasked(server)
+    chosen, authority = session.chosen(session.done + 1), Authority.of(startup)
+    answers = {s: Answer(0, why=why) for s, why in session.barred.items() if s in present and s in chosen}
+    there = [site for site in present if site in chosen and site not in answers]
+    asides = [site for site in present if site not in chosen]  # who only measure
+    while True:
+        attempt = MaskedRound(session, authority, exchange)
+        answers |= attempt.updates(there, asides, measured)
+        at_fault = attempt.at_fault()
+        if not at_fault:
+            return dict(answers), attempt.unmasked()
+        there, asides = [site for site in attempt.sum.answered if site not in at_fault], []
+        answers = {site: answer for site, answer in answers.items() if site not in there} | at_fault
 
 
-def unmasked(server: ServerSum) -> Summed:
-    """What the server knows at the end."""
-    if not server.answered:
-        return Summed([], None, "no site answered")
-    try:
-        total, _ = server.unmask()
-    except Refused as error:
-        return Summed(server.answered, None, str(error))
-    return Summed(server.answered, ring.from_ring(total))
+class MaskedRound:
+    """One try at the sum of the next round."""
+
+    def __init__(self, session: ServerSession, authority: Authority, exchange: Exchange) -> None:
+        self.session, self.authority, self.exchange = session, authority, exchange
+        self.number = session.done + 1
+        size, among = session.known_method.leaves(self.number).size, session.chosen(self.number)
+        self.sum = ServerSum(context(session.plan, self.number), size, among)
+
+    def updates(self, there: Sequence[str], asides: Sequence[str], measured: set[int]) -> dict[str, Answer]:
+        """All that this try has of a site: its update, or what it answered instead in one of the steps."""
+        answers = self.step("keys", dict.fromkeys(there, encode({"kind": "keys", "round": self.number})))
+        if len(self.sum.roster) < self.sum.least:
+            few = f"a masked sum takes {self.sum.least} sites, and {len(self.sum.roster)} are left"
+            return answers | {site: Answer(0, why=few) for site in self.sum.roster}
+        roster = {site: asdict(keys) for site, keys in self.sum.roster.items()}
+        asked = encode({"kind": "shares", "round": self.number, "roster": roster})
+        answers |= self.step("shares", dict.fromkeys(self.sum.roster, asked))
+        sealed = {
+            site: {"shares": {s: v.hex() for s, v in self.sum.shares_for(site).items()}}
+            for site in self.sum.sealed
+        }
+        requests = self.session.requests([*sealed, *asides], measured, sealed)
+        found = self.exchange("round", requests, take=self.arrived)
+        return answers | {site: answer for site, answer in found.items() if isinstance(answer, Answer)}
+
+    def step(self, kind: str, requests: Mapping[str, bytes]) -> dict[str, Answer]:
+        """One exchange of the masks' own; of whom the round has something else than what was asked for."""
+        taken = {site: self.take(kind, site, data) for site, data in self.exchange(kind, requests).items()}
+        return {site: answer for site, answer in taken.items() if answer is not None}
+
+    def take(self, kind: str, site: str, data: object) -> Answer | None:
+        """A site's answer of `kind`; None where it is as it must be, else the site's problem or why it is left out."""
+        try:
+            message = self.session.read_answer(data, kind, self.number)
+            if message.kind == kind:
+                self.keep(site, message)
+                return None
+        except (Malformed, Refused) as error:
+            logger.warning("%s in step %r of round %d: %s", site, kind, self.number, error)
+            return Answer(len(data) if isinstance(data, bytes) else 0, why=str(error))
+        return self.session.arrived(site, data)
+
+    def keep(self, site: str, message: Message) -> None:
+        """What an answer says, checked as far as the server can; else `Refused`."""
+        found = message.fields[message.kind]
+        match message.kind:
+            case "keys":
+                keys = Keys(**found)
+                check_keys(self.authority, self.sum.context, site, keys)
+                self.sum.roster[site] = keys
+            case "shares":
+                self.sum.take_shares(site, {other: bytes.fromhex(data) for other, data in found.items()})
+            case _:
+                told = {other: (what, bytes.fromhex(share)) for other, (what, share) in found.items()}
+                self.sum.take_unmasking(site, told)
+
+    def arrived(self, site: str, data: object) -> Answer:
+        """A site's answer to the round itself."""
+        answer = self.session.arrived(site, data, keep=self.sum.add)
+        if answer.message is not None:
+            self.sum.unopened[site] = answer.message.fields.pop("unopened", ())
+        return answer
+
+    def at_fault(self) -> dict[str, Answer]:
+        """Who is left out of another try. Who dealt shares that cannot be opened is not asked again."""
+        dealers, doubters = self.sum.at_fault()
+        self.session.barred |= dealers
+        return {site: Answer(0, why=why) for site, why in (dealers | doubters).items()}
+
+    def unmasked(self) -> Summed:
+        """What the server knows at the end."""
+        answered = list(self.sum.answered)
+        if not answered:
+            return Summed([], None, "no site answered")
+        asked = encode({"kind": "unmask", "round": self.number, "answered": answered})
+        self.step("unmask", dict.fromkeys(answered, asked))
+        try:
+            return Summed(answered, ring.from_ring(self.sum.unmask()))
+        except BadDealer as error:
+            self.session.barred[error.site] = str(error)
+            return Summed(answered, None, str(error))
+        except Refused as error:
+            return Summed(answered, None, str(error))
 
 
 def lost_sum(session: ServerSession, summed: Summed, problems: Mapping[str, str], asked: int) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pf2lora.federation.protocol.names import SITE
-from pf2lora.federation.protocol.shamir import SHARE
+from pf2lora.federation.protocol.shamir import HASH, SHARE
 
 PEM = re.compile(r"-----BEGIN CERTIFICATE-----\n[A-Za-z0-9+/=\n]{1,8000}\n-----END CERTIFICATE-----\n")
-SEALED = 2 * SHARE + 16  # bytes of two encrypted shares
+SEALED = 2 * SHARE + 16 + 2 * HASH  # bytes of two encrypted shares with their hashes
 HEX = ("sharing", "masking", "seed_hash")  # of a site's keys
 
 
@@ -70,3 +70,6 @@ ANSWERS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "unmask": {"unmask": is_unmasking},
 }
 """The kinds of messages that only a masked run has, with their fields beside the round."""
+
+UPDATE: Mapping[str, Callable[[Any], bool]] = {"unopened": is_sites}
+"""What a masked update may say beside an update's own fields: whose shares its site could not open."""

@@ -10,15 +10,14 @@ import torch
 
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Method
-from pf2lora.core.randomness import participants
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol.agreement import check_fits, keep_plan
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.checkpoints import writing
-from pf2lora.federation.protocol.masked import check_maskable
 from pf2lora.federation.protocol.messages import layout_from
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import told
+from pf2lora.federation.protocol.site_masks import check_maskable
 from pf2lora.federation.protocol.update_checks import check_rows
 from pf2lora.federation.protocol.wire import Wire
 from pf2lora.methods import METHODS
@@ -79,13 +78,7 @@ class Participants:
 
     def chosen(self, number: int) -> list[str]:
         """Who takes part in round `number` by the plan, present or not."""
-        every = self.plan.sites
-        return [
-            every[k]
-            for k in participants(
-                self.config.training.seed, number, len(every), self.config.training.participation
-            )
-        ]
+        return self.plan.chosen(number)
 
     def allow_list(self, method: Method | None) -> AllowList:
         """What a site may have sent."""

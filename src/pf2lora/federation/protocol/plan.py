@@ -6,10 +6,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from pf2lora.errors import UserError, unknown
 from pf2lora.federation.protocol.names import check_name, check_sites
+from pf2lora.federation.protocol.shamir import majority
 from pf2lora.methods import METHODS
 from pf2lora.parsing import json_value, refuse
 from pf2lora.run.config import Config, from_dict, to_dict
@@ -128,7 +130,7 @@ class Plan:
         options = {"metric": config.task.known_by(config.data.dataset)} | options
         return cls(name, shared_tables(config), training.method[0], sites, agreed, **options)
 
-    @property
+    @cached_property
     def run(self) -> Config:
         """The run's settings, checked."""
         return from_dict(self.config, "the federation's run")
@@ -138,9 +140,20 @@ class Plan:
         """Whether noise protects what leaves a site."""
         return self.run.privacy.on and METHODS[self.method].federated
 
+    def chosen(self, number: int) -> list[str]:
+        """Who takes part in round `number`, present or not: a site computes for itself whose round it is."""
+        # With torch, which a site's main process does without.
+        from pf2lora.core.randomness import participants
+
+        training = self.run.training
+        return [
+            self.sites[k]
+            for k in participants(training.seed, number, len(self.sites), training.participation)
+        ]
+
     def needed(self, asked: int) -> int:
-        """How many of `asked` sites must answer for a round to count."""
-        return max(1, math.ceil(self.quorum * asked - 1e-9))
+        """How many of `asked` sites must answer for a round to count; a masked sum takes a majority at least."""
+        return max(majority(asked) if self.masked else 1, math.ceil(self.quorum * asked - 1e-9))
 
     def to_json(self) -> str:
         """The plan as a job carries it."""

@@ -43,6 +43,10 @@ class Policy:
     max_epsilon: float | None = setting(
         None, "largest ε of a run; one without noise costs any amount (default: every run is taken)"
     )
+    max_delta: float = setting(
+        1e-5,
+        "with max_epsilon: largest δ of a run. An ε is of a δ, and the larger that is, the less noise it takes",
+    )
     tasks: tuple[str, ...] = setting((), "the tasks that it takes part in")
     methods: tuple[str, ...] = setting((), "the methods that it takes part in")
     metrics: tuple[str, ...] = setting((), "the scores that may leave, of those that the task has")
@@ -58,8 +62,12 @@ class Policy:
     )
 
     def __post_init__(self) -> None:
-        require_positive(self, "min_batch_size", "min_steps", "min_rows", "max_rounds", "max_epsilon")
+        require_positive(
+            self, "min_batch_size", "min_steps", "min_rows", "max_rounds", "max_epsilon", "max_delta"
+        )
         require_not_negative(self, "max_runs")
+        if self.max_delta >= 1:
+            raise UserError(f"max_delta is {self.max_delta}; it is a probability, below 1")
         if self.min_sites < 2:
             raise UserError(f"min_sites is {self.min_sites}; a sum of fewer than 2 hides nothing")
         for name in self.methods:
@@ -146,12 +154,13 @@ def check_plan(policy: Policy, plan: Plan, runs: int) -> None:
         cost = spending(plan)
         if cost is None or cost.epsilon is None or cost.epsilon > policy.max_epsilon:
             raise PolicyBroken(plan, "max_epsilon", policy.max_epsilon)
+        if cost.delta > policy.max_delta:
+            raise PolicyBroken(plan, "max_delta", policy.max_delta)
 
 
 def asked(plan: Plan) -> Mapping[str, int]:
     """What the plan asks for, by the limit on it."""
     # With torch, which a site's main process does without.
-    from pf2lora.core.randomness import participants
     from pf2lora.run.set_up import method_settings
 
     training = plan.run.training
@@ -161,7 +170,7 @@ def asked(plan: Plan) -> Mapping[str, int]:
         "min_steps": training.steps,
         "min_rows": training.steps * training.batch_size,
         "max_rounds": training.rounds,
-        "min_sites": len(participants(training.seed, 1, len(plan.sites), training.participation)),
+        "min_sites": len(plan.chosen(1)),
     }
 
 
@@ -193,6 +202,8 @@ def refusal(plan: Plan, limit: str, allows: float | None = None) -> str:
         case "max_epsilon":
             cost = spending(plan)
             return f"{is_}, and the run has {'no differential privacy' if cost is None else cost.sentence()}"
+        case "max_delta":
+            return f"{is_}, and the run's δ is {plan.run.privacy.dp_delta:g}"
         case "min_rows" if allows is not None and values["min_rows"] >= allows:
             return f"{is_}, and it has fewer training rows"
     what = {

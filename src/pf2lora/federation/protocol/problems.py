@@ -28,6 +28,7 @@ PROBLEMS = {
     "memory": "its memory is too small",
     "processes": "one of its processes has ended",
     "labels": "its data has labels, or questions without an answer, that the run's --labels do not name",
+    "plan": "it has done rounds of a run of this name with another plan: choose another --name",
     "policy": "its own policy.toml does not allow the run",
     "masks": "it refused the round's masks or has lost them",
     "summed": "it has given its shares of this round already",

@@ -2,14 +2,19 @@
 
 1. Each site draws two X25519 keys and a seed, and shows the public keys and the seed's hash, signed with its
    certificate.
-2. It splits its mask key and its seed into shares, one for every site, each encrypted for that site alone.
+2. It splits its mask key and its seed into shares, one for every site, each encrypted for that site alone, with the
+   hashes of the shares beside them.
 3. It adds to its numbers, in a ring, its own mask (from the seed) and one for every other site (from both keys, with
-   opposite signs at the two ends).
+   opposite signs at the two ends). Whose shares it cannot open, it says.
 4. The server says who answered. Of each who did, the others give their shares of the seed; of each who did not, those
-   of the mask key; never both of one. With a majority of the shares the server takes away exactly the masks that are
-   left, and has the sum. What arrives later keeps its own mask.
+   of the mask key; never both of one. With shares of a majority of the round's sites by the plan the server takes away
+   exactly the masks that are left, and has the sum. What arrives later keeps its own mask.
 
-What a site signs and encrypts names the run, the round and everybody's keys, so nothing fits into another round.
+What a site signs and encrypts names the run, the round and everybody's keys, so nothing fits into another round. The
+hashes tell who is at fault: who gives a share that has not its hash changed it, and where shares that have theirs make
+no secret, it is whoever dealt them.
+
+This is what all know of a round, and a site's half; `server_sum.py` is the server's.
 """
 
 from __future__ import annotations
@@ -21,7 +26,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-import torch
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -31,6 +35,7 @@ from torch import Tensor
 
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import ring, shamir
+from pf2lora.federation.protocol.shamir import HASH, majority
 
 ONCE = bytes(12)  # AES-GCM's nonce: every key encrypts one message
 
@@ -47,17 +52,21 @@ class LostKeys(UserError):
     """The round's keys are not, or no longer, here."""
 
 
-class Identity(Protocol):
+class Authority(Protocol):
+    """Knows sites' certificates."""
+
+    def check(self, site: str, certificate: str, data: bytes, signature: str) -> None:
+        """`Refused` unless `site`'s certificate signed the data."""
+        ...
+
+
+class Identity(Authority, Protocol):
     """Who a site is: it signs with its certificate's key, and knows others' certificates by their authority."""
 
     @property
     def certificate(self) -> str: ...
 
     def sign(self, data: bytes) -> str: ...
-
-    def check(self, site: str, certificate: str, data: bytes, signature: str) -> None:
-        """`Refused` unless `site`'s certificate signed the data."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -86,10 +95,25 @@ def roster_digest(context: bytes, roster: Roster) -> bytes:
     return hashlib.sha256(context + said.encode()).digest()
 
 
-def threshold(sites: int) -> int:
-    """How many shares give a secret: more than half, so that the shares that answer one question of the server cannot,
-    for any site, answer both."""
-    return sites // 2 + 1
+def check_keys(authority: Authority, context: bytes, site: str, keys: Keys) -> None:
+    """`Refused` unless a site signed these keys for this round, and they are such that secrets can be shared with."""
+    authority.check(site, keys.certificate, keys.signed_part(context, site), keys.signature)
+    own = X25519PrivateKey.generate()
+    try:
+        for key in (keys.sharing, keys.masking):
+            own.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(key)))
+    except ValueError:  # a point of low order, with which everybody has the same secret
+        raise Refused(f"the keys of {site} are none with which a secret could be shared") from None
+
+
+def hashed(share: bytes) -> bytes:
+    """By which a share, or a seed, is known again."""
+    return hashlib.sha256(share).digest()
+
+
+def committed(sealed: bytes) -> dict[str, bytes]:
+    """The hashes beside two encrypted shares, by what they are shares of."""
+    return {"key": sealed[-2 * HASH : -HASH], "seed": sealed[-HASH:]}
 
 
 def derived(own: X25519PrivateKey, other: str, purpose: str, digest: bytes) -> bytes:
@@ -103,9 +127,6 @@ def places(roster: Collection[str]) -> dict[str, int]:
     return {site: at for at, site in enumerate(sorted(roster), 1)}
 
 
-# --- a site ------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class SiteSum:
     """A site's half of one round. Each step is done once and in order; whatever else is asked is `Refused`."""
@@ -113,13 +134,15 @@ class SiteSum:
     site: str
     context: bytes
     identity: Identity
-    fewest: int  # sites whose sum the server may see
+    among: Collection[str]  # the round's sites by the plan; keys of nobody else are taken
+    fewest: int  # sites whose sum the server may see, if that is more than a majority of these
     sharing: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate, repr=False)
     masking: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate, repr=False)
     seed: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
     done: int = 0  # steps
     roster: Roster = field(default_factory=dict)
-    sealed: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # shares from those who mask
+    masked: Collection[str] = ()  # whose masks are on this site's numbers
+    opened: Mapping[str, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)  # their shares
 
     def step(self, number: int) -> None:
         """Step `number` begins, once."""
@@ -131,7 +154,7 @@ class SiteSum:
         """Step 1: what the others need of this site."""
         self.step(1)
         sharing, masking = (k.public_key().public_bytes_raw().hex() for k in (self.sharing, self.masking))
-        shown = Keys(sharing, masking, hashlib.sha256(self.seed).hexdigest(), self.identity.certificate)
+        shown = Keys(sharing, masking, hashed(self.seed).hex(), self.identity.certificate)
         return Keys(
             **asdict(shown) | {"signature": self.identity.sign(shown.signed_part(self.context, self.site))}
         )
@@ -139,26 +162,27 @@ class SiteSum:
     def shares(self, roster: Roster) -> dict[str, bytes]:
         """Step 2: two shares for each other site, encrypted for it; everybody's keys are checked first."""
         self.step(2)
+        strangers = set(roster) - set(self.among)
+        if strangers:
+            raise Refused(
+                f"the server shows keys of {min(strangers)}, which is not in this round by the plan"
+            )
         self.check_many(roster)
         own = roster.get(self.site)
         public = self.masking.public_key().public_bytes_raw().hex()
         if own is None or own.masking != public:
             raise Refused("the round's keys are not those that this site sent")
         for site, keys in roster.items():
-            self.identity.check(site, keys.certificate, keys.signed_part(self.context, site), keys.signature)
+            check_keys(self.identity, self.context, site, keys)
         self.roster, self.digest = roster, roster_digest(self.context, roster)
-        at, count = places(roster), len(roster)
-        parts = [
-            shamir.split(secret, count, threshold(count))
+        at = places(roster)
+        keys_, seeds = (
+            shamir.split(secret, len(roster), majority(len(self.among)))
             for secret in (self.masking.private_bytes_raw(), self.seed)
-        ]
-        self.own_share = parts[1][at[self.site]]  # of its seed; of its mask key it has no use for one
+        )
+        self.own_share = seeds[at[self.site]]  # of its mask key it has no use for one
         return {
-            site: AESGCM(self.seal(site, self.site, site)).encrypt(
-                ONCE, parts[0][at[site]] + parts[1][at[site]], None
-            )
-            for site in roster
-            if site != self.site
+            site: self.sealed(site, keys_[at[site]], seeds[at[site]]) for site in roster if site != self.site
         }
 
     def mask(self, numbers: Tensor, sealed: Mapping[str, bytes]) -> Tensor:
@@ -167,7 +191,10 @@ class SiteSum:
         if not set(sealed) < set(self.roster) or self.site in sealed:
             raise Refused("shares came from who is not in the round")
         self.check_many([*sealed, self.site])
-        self.opened = {site: self.open(site, data) for site, data in sealed.items()}
+        found = {site: self.open(site, data) for site, data in sealed.items()}
+        self.masked, self.opened = set(sealed), {site: both for site, both in found.items() if both}
+        if len(self.opened) + 1 < majority(len(self.among)):
+            raise Refused("too many shares are not of this round, or were changed on their way")
         masked = numbers + ring.mask(self.seed, numbers.numel())
         for site in sealed:
             key = derived(self.masking, self.roster[site].masking, "mask", self.digest)
@@ -175,11 +202,15 @@ class SiteSum:
             masked += drawn if self.site < site else -drawn
         return masked
 
+    @property
+    def unopened(self) -> list[str]:
+        """Whose shares this site could not open. It does without them, as long as a majority can."""
+        return sorted(set(self.masked) - set(self.opened))
+
     def unmask(self, answered: Collection[str]) -> dict[str, tuple[str, bytes]]:
         """Step 4: of each who answered a share of its seed, of each other a share of its mask key."""
         self.step(4)
-        masking = {*self.opened, self.site}
-        if not set(answered) <= masking or self.site not in answered:
+        if not set(answered) <= {*self.masked, self.site} or self.site not in answered:
             raise Refused("the server names answers of who did not mask")
         self.check_many(answered)
         found = {
@@ -190,92 +221,28 @@ class SiteSum:
 
     def check_many(self, sites: Collection[str]) -> None:
         """`Refused` where so few sites would be summed that the sum told too much, or could not be unmasked."""
-        least = max(self.fewest, threshold(len(self.roster or sites)))
+        least = max(self.fewest, majority(len(self.among)))
         if len(sites) < least:
             raise Refused(
                 f"a sum of {len(sites)} sites was asked for; this site takes part in sums of {least} or more"
             )
 
-    def seal(self, other: str, sender: str, receiver: str) -> bytes:
-        """The key of the shares that `sender` encrypts for `receiver`, one of whom is this site."""
-        return derived(self.sharing, self.roster[other].sharing, f"shares {sender} {receiver}", self.digest)
+    def seal(self, other: str, sender: str, receiver: str) -> AESGCM:
+        """The cipher of the shares that `sender` encrypts for `receiver`, one of whom is this site."""
+        purpose = f"shares {sender} {receiver}"
+        return AESGCM(derived(self.sharing, self.roster[other].sharing, purpose, self.digest))
 
-    def open(self, site: str, data: bytes) -> tuple[bytes, bytes]:
-        """The shares of another site's mask key and seed."""
+    def sealed(self, site: str, key: bytes, seed: bytes) -> bytes:
+        """Another site's shares of this one's secrets: encrypted, and their hashes."""
+        hashes = hashed(key) + hashed(seed)
+        return self.seal(site, self.site, site).encrypt(ONCE, key + seed, hashes) + hashes
+
+    def open(self, site: str, data: bytes) -> tuple[bytes, bytes] | None:
+        """The shares of another site's mask key and seed; None where they are not of this round, not what their hashes
+        say, or were changed on their way."""
         try:
-            opened = AESGCM(self.seal(site, site, self.site)).decrypt(ONCE, data, None)
+            both = self.seal(site, site, self.site).decrypt(ONCE, data[: -2 * HASH], data[-2 * HASH :])
         except InvalidTag:
-            raise Refused(f"{site}'s shares are not of this round, or were changed on their way") from None
-        return opened[: shamir.SHARE], opened[shamir.SHARE :]
-
-
-# --- the server --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class ServerSum:
-    """The server's half: it passes keys and shares on, adds what arrives, and takes away the masks that are left."""
-
-    context: bytes
-    count: int  # numbers in a vector
-    roster: dict[str, Keys] = field(default_factory=dict)
-    sealed: dict[str, Mapping[str, bytes]] = field(default_factory=dict)  # by sender
-    answered: list[str] = field(default_factory=list)
-    unmasked: dict[str, dict[str, tuple[str, bytes]]] = field(default_factory=dict)  # by who told
-
-    def __post_init__(self) -> None:
-        self.total = torch.zeros(self.count, dtype=torch.int64)
-
-    def shares_for(self, site: str) -> dict[str, bytes]:
-        """What the others who share encrypted for a site."""
-        return {sender: found[site] for sender, found in self.sealed.items() if sender != site}
-
-    def take_shares(self, site: str, found: Mapping[str, bytes]) -> None:
-        """A site's encrypted shares; they must be for everybody else."""
-        if set(found) != set(self.roster) - {site}:
-            raise Refused("its shares are not for all others of the round")
-        self.sealed[site] = found
-
-    def add(self, site: str, masked: Tensor) -> None:
-        """A site's masked numbers."""
-        self.total += masked
-        self.answered.append(site)
-
-    def take_unmasking(self, site: str, found: Mapping[str, tuple[str, bytes]]) -> None:
-        """A site's shares of what is to be taken away: exactly the kind that was asked for, of everybody who masks."""
-        wanted = {other: "seed" if other in self.answered else "key" for other in self.sealed}
-        if {other: kind for other, (kind, _) in found.items()} != wanted:
-            raise Refused("it did not give the shares that were asked for")
-        self.unmasked[site] = dict(found)
-
-    def unmask(self) -> tuple[Tensor, dict[str, str]]:
-        """The sum over those who answered, and whose shares were wrong. `Refused` where too few gave right ones."""
-        at, digest = places(self.roster), roster_digest(self.context, self.roster)
-        total, wrong = self.total, dict[str, str]()
-        for site in self.sealed:
-            shares = {at[who]: found[site][1] for who, found in self.unmasked.items()}
-            secret, bad = self.secret_of(site, shares)
-            wrong |= {who: f"its share of {site}'s secret is wrong" for who in self.roster if at[who] in bad}
-            if site in self.answered:
-                total = total - ring.mask(secret, self.count)
-                continue
-            key = X25519PrivateKey.from_private_bytes(secret)
-            for other in self.answered:  # whose masks with this site nothing cancels
-                drawn = ring.mask(derived(key, self.roster[other].masking, "mask", digest), self.count)
-                total = total - (drawn if other < site else -drawn)
-        return total, wrong
-
-    def secret_of(self, site: str, shares: Mapping[int, bytes]) -> tuple[bytes, set[int]]:
-        """A site's seed or mask key, which what it showed in step 1 confirms."""
-        keys = self.roster[site]
-
-        def fits(secret: bytes) -> bool:
-            if site in self.answered:
-                return hashlib.sha256(secret).hexdigest() == keys.seed_hash
-            public = X25519PrivateKey.from_private_bytes(secret).public_key()
-            return public.public_bytes_raw().hex() == keys.masking
-
-        try:
-            return shamir.join(shares, threshold(len(self.roster)), fits)
-        except shamir.NoSecret as error:
-            raise Refused(f"the masks of {site} cannot be taken away: {error}") from None
+            return None
+        key, seed = both[: shamir.SHARE], both[shamir.SHARE :]
+        return (key, seed) if committed(data) == {"key": hashed(key), "seed": hashed(seed)} else None

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 PRIME = 2**521 - 1  # above any secret of 64 bytes
 SHARE = 66  # bytes
+HASH = 32  # bytes of that by which a share is known again
 SECRET = 32  # bytes
-TRIES = 2000  # subsets of shares that are tried when some are wrong
 
 
 class NoSecret(ValueError):
     """The shares do not give the secret."""
+
+
+def majority(count: int) -> int:
+    """How many of `count` sites give a secret: more than half. So a server that asks two questions, for both secrets of
+    a site or for two sums of a round, must ask one of them both; and each gives its shares away once."""
+    return count // 2 + 1
 
 
 def split(secret: bytes, count: int, threshold: int) -> dict[int, bytes]:
@@ -31,22 +36,15 @@ def value(coefficients: list[int], at: int) -> int:
     return found
 
 
-def join(
-    shares: Mapping[int, bytes], threshold: int, fits: Callable[[bytes], bool]
-) -> tuple[bytes, set[int]]:
-    """The secret that `fits`, and which shares are wrong, as far as they stood in the way. `NoSecret` where no
-    `threshold` of them give it."""
-    for tried, chosen in enumerate(
-        itertools.islice(itertools.combinations(sorted(shares), threshold), TRIES)
-    ):
-        points = {at: int.from_bytes(shares[at], "big") for at in chosen}
-        secret = interpolated(points, 0)
-        if secret < 2 ** (8 * SECRET) and fits(found := secret.to_bytes(SECRET, "big")):
-            others = (
-                {at: int.from_bytes(shares[at], "big") for at in shares if at not in points} if tried else {}
-            )
-            return found, {at for at, share in others.items() if interpolated(points, at) != share}
-    raise NoSecret(f"{len(shares)} shares, of which {threshold} are needed, do not give the secret")
+def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
+    """The secret; `NoSecret` where these are too few shares, or no secret's."""
+    if len(shares) < threshold:
+        raise NoSecret(f"{len(shares)} shares, of which {threshold} are needed")
+    points = {at: int.from_bytes(shares[at], "big") for at in sorted(shares)[:threshold]}
+    secret = interpolated(points, 0)
+    if secret >= 2 ** (8 * SECRET):
+        raise NoSecret(f"{len(shares)} shares that are of no secret")
+    return secret.to_bytes(SECRET, "big")
 
 
 def interpolated(points: Mapping[int, int], at: int) -> int:

@@ -55,6 +55,7 @@ class SiteSession:
         """The reply to one request of the server, as `read_request` gave it. An adapter that is not this site's is
         `Malformed`; a site's own problems are UserErrors."""
         kind, number = request.kind, request.round
+        self.check_asked(kind, number)
         if kind in masked_fields.REQUESTS:
             return self.masks_answer(request)
         if kind == "hello":
@@ -82,6 +83,16 @@ class SiteSession:
                 self.models.keep_scores(found)
             found = {}
         return encode({"kind": "scores", "round": number} | self.setup.policy.leaving(found))
+
+    def check_asked(self, kind: str, number: int) -> None:
+        """`Malformed` where the plan has no such round, or this site no part in it: what a run may ask of a site, and
+        the ε that its noise was found for, are of the plan's rounds."""
+        plan, looks = self.setup.plan, kind in ("measure", "finish")
+        rounds = plan.run.training.rounds
+        if kind != "hello" and number > rounds + looks:
+            raise Malformed(f"the server asks to {kind} in round {number}, and the plan has {rounds} rounds")
+        if kind != "hello" and not looks and self.setup.site not in plan.chosen(number):
+            raise Malformed(f"the server asks for {kind} in round {number}, in which the plan has others")
 
     def received(
         self,
@@ -181,6 +192,8 @@ class SiteSession:
             except (Refused, LostKeys, TooLarge) as error:
                 return self.masks_problem(number, error)
             tensors, _ = self.wire.update(method, number, numbers, rank, {}, {})
+            unopened = self.setup.masks.unopened(number)
+            answer |= {"unopened": unopened} if unopened else {}
         return encode(answer, tensors)
 
     def masked(self, numbers: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor:

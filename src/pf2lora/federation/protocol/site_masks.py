@@ -1,0 +1,110 @@
+"""A site's half of a masked run's messages, around `secure_sum`; `masked.py` is the server's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pf2lora import atomic
+from pf2lora.core.method import Method
+from pf2lora.errors import UserError
+from pf2lora.federation.protocol import approvals, ring
+from pf2lora.federation.protocol.checkpoints import StateFolderError, writing
+from pf2lora.federation.protocol.identity import KitIdentity
+from pf2lora.federation.protocol.messages import Message, encode
+from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.policy import Policy
+from pf2lora.federation.protocol.secure_sum import AlreadySummed, Keys, LostKeys, SiteSum
+from pf2lora.federation.protocol.shamir import majority
+from pf2lora.parsing import read_text
+from pf2lora.run.privacy import sends_the_adapter_alone
+
+SUMMED = "summed-round"
+
+
+def context(plan: Plan, number: int) -> bytes:
+    """What makes keys and shares those of this run and round."""
+    return f"{approvals.digest(json.loads(plan.to_json()))} round {number} ".encode()
+
+
+def check_maskable(method: Method) -> None:
+    """A UserError where one vector, a sum or a median, is not all that the method's server needs."""
+    if not sends_the_adapter_alone(method):
+        raise UserError(
+            f"{method.name}'s updates cannot be masked or merged otherwise: its server needs more than one vector"
+        )
+
+
+class SiteMasks:
+    """The masks of a site, round by round. Keys live in memory alone: a site that is started again has lost them, and
+    takes part in the next round. Which round was unmasked last is in the state `folder`: none is twice."""
+
+    def __init__(self, plan: Plan, site: str, identity: KitIdentity, fewest: int, folder: Path) -> None:
+        self.plan, self.site, self.identity, self.fewest = plan, site, identity, fewest
+        self.file = folder / SUMMED
+        self.now: SiteSum | None = None
+        self.number = 0  # the round that this is of
+
+    @classmethod
+    def of(cls, plan: Plan, kit: Path, site: str, policy: Policy, folder: Path) -> SiteMasks | None:
+        """Of a site with this kit; None where the run has no masks."""
+        if not plan.masked:
+            return None
+        return cls(plan, site, KitIdentity.of(kit / "startup"), policy.min_sites, folder)
+
+    def summed(self) -> int:
+        """The last round of which this site gave shares away, from its disk."""
+        if not self.file.exists():
+            return 0
+        text = read_text(self.file).strip()
+        if not re.fullmatch(r"[0-9]{1,15}", text):
+            raise StateFolderError(f"{self.file} is damaged: it holds no number of a round", "state")
+        return int(text)
+
+    def answer(self, request: Message) -> bytes:
+        """The reply to a request of one of the masks' own kinds."""
+        number, kind = request.round, request.kind
+        answer: dict[str, Any] = {"kind": kind, "round": number}
+        if kind == "keys":
+            if number <= self.summed():
+                raise AlreadySummed(
+                    f"round {number} was summed already; a second sum would tell its parts apart"
+                )
+            among = self.plan.chosen(number)
+            new = SiteSum(self.site, context(self.plan, number), self.identity, among, self.fewest)
+            self.now, self.number = new, number
+            return encode(answer | {"keys": asdict(new.keys())})
+        own = self.of_round(number)
+        if kind == "shares":
+            roster = {site: Keys(**keys) for site, keys in request.fields["roster"].items()}
+            return encode(answer | {"shares": {s: data.hex() for s, data in own.shares(roster).items()}})
+        told = own.unmask(request.fields["answered"])
+        with writing(self.file.parent):  # before anything leaves
+            atomic.write_text(self.file, f"{number}\n")
+        return encode(answer | {"unmask": {s: [what, share.hex()] for s, (what, share) in told.items()}})
+
+    def of_round(self, number: int) -> SiteSum:
+        """The sum of this round, which began here."""
+        if self.now is None or self.number != number:
+            raise LostKeys(f"the keys of round {number} are not here: the site was started again since")
+        return self.now
+
+    def mask(self, numbers: Tensor, request: Mapping[str, Any]) -> Tensor:
+        """An update `(n,)` in the ring, with all masks on it."""
+        own = self.of_round(request["round"])
+        sealed = {site: bytes.fromhex(data) for site, data in request.get("shares", {}).items()}
+        return own.mask(ring.to_ring(numbers, len(own.roster)), sealed)
+
+    def unopened(self, number: int) -> list[str]:
+        """Whose shares of the round this site could not open."""
+        return self.of_round(number).unopened
+
+    def noise_share(self, number: int) -> float:
+        """The part of a sum's noise, by its variance, that this site adds: that of the fewest who can be summed."""
+        return 1 / majority(len(self.of_round(number).among))
