@@ -170,7 +170,7 @@ def test_a_killed_job_process_is_started_again_and_rejoins_the_same_job(tmp_path
         run.wait(lambda: run.round() >= 2, 120, "round 2")
         run.kill_job("site-2")
         run.wait(lambda: run.state() == "finished", 240, "the end")
-        assert "site-2" in ServerSession(plan, run.run).records[-1]["answered"]
+        assert "site-2" in list(ServerSession(plan, run.run).records)[-1]["answered"]
         assert json.loads((run.run / "status.json").read_text())["job"] == job
 
 
@@ -252,7 +252,7 @@ def test_a_site_that_cannot_save_stops_with_one_line_and_the_others_go_on(tmp_pa
             run.wait(lambda: run.state() == "finished", 240, "the end")
             assert run.says("site-2 is left out: the disk of its state folder is full")
             assert "is full: free some space, then start again" in run.log("site-2")
-            assert ServerSession(plan, run.run).records[-1]["answered"] == ["site-1", "site-3"]
+            assert list(ServerSession(plan, run.run).records)[-1]["answered"] == ["site-1", "site-3"]
     finally:
         subprocess.run(["umount", str(small)], check=False)
 
