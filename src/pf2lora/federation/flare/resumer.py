@@ -18,11 +18,13 @@ from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.apis.job_def import Job, JobMetaKey, RunStatus
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
+from pf2lora.errors import UserError
 from pf2lora.federation.flare.doubles import Connections
-from pf2lora.federation.flare.keys import removed
+from pf2lora.federation.flare.keys import check_known, removed
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.run_status import (
     ALIVE,
+    RUN,
     SITES,
     UNFINISHED,
     Status,
@@ -72,6 +74,8 @@ class RunResumer(FLComponent):
                 self.heard(peer.get_identity_name(), registered)
                 if registered:
                     self.serve(peer.get_identity_name(), fl_ctx)
+        elif event_type == EventType.SUBMIT_JOB:
+            self.check_submission(fl_ctx)
         elif event_type in (EventType.JOB_COMPLETED, EventType.JOB_ABORTED):
             job = fl_ctx.get_prop(FLContextKey.EVENT_DATA)[JobMetaKey.JOB_ID.value]
             for folder in sorted((self.root / "runs").glob("*")):
@@ -89,8 +93,10 @@ class RunResumer(FLComponent):
             lambda cell: self.connections.closed(cell.get_fqcn())
         )
         manager = engine.get_component(SystemComponents.JOB_MANAGER)
-        for job in manager.get_jobs_by_status([RunStatus.RUNNING, RunStatus.DISPATCHED], fl_ctx):
+        dead = manager.get_jobs_by_status([RunStatus.RUNNING, RunStatus.DISPATCHED], fl_ctx)
+        for job in dead:
             manager.set_status(job.job_id, RunStatus.FINISHED_ABNORMAL, fl_ctx)
+        died = {job.job_id for job in dead}
         newest: dict[str, Job] = {}
         for job in sorted(manager.get_all_jobs(fl_ctx), key=submitted):
             newest[job.meta[JobMetaKey.JOB_NAME.value]] = job
@@ -98,11 +104,25 @@ class RunResumer(FLComponent):
             state = job.meta[JobMetaKey.STATUS.value]
             folder = self.root / "runs" / name
             status = read_status(folder)
-            unfinished = status is None or status.state in UNFINISHED
+            # Without a status: it died before it wrote one, or it is long over and its folder was cleaned up.
+            unfinished = status.state in UNFINISHED if status else job.job_id in died
             if unfinished and state not in (RunStatus.SUBMITTED, RunStatus.FINISHED_ABORTED):
                 if status is not None:
                     append_line(folder, "the server was started again: the run goes on")
                 self.continue_job(job.job_id, status.present if status else [], fl_ctx)
+
+    def check_submission(self, fl_ctx: FLContext) -> None:
+        """A run that names a site that there is none of is refused when it is submitted, in a line that the lead reads:
+        FLARE would have it wait for ever where the quorum needs that site."""
+        described = (fl_ctx.get_prop(FLContextKey.JOB_META) or {}).get(RUN)
+        sites = described.get("sites", []) if isinstance(described, dict) else []
+        try:
+            gone = [site for site in sites if site in removed(self.root)]
+            if gone:
+                raise UserError(f"{gone[0]} was removed from this federation: leave it out of --sites")
+            check_known(self.root, sites)
+        except UserError as error:
+            fl_ctx.set_prop(FLContextKey.JOB_BLOCK_REASON, str(error), private=True, sticky=False)
 
     def turn_away(self, site: str, fl_ctx: FLContext) -> None:
         """A site that was removed while the server runs loses its registration: FLARE reads its list at the start."""
@@ -206,7 +226,7 @@ class RunResumer(FLComponent):
     def carried(self, ended: str, fl_ctx: FLContext) -> dict[str, Any]:
         """What a job has of one that it goes on with."""
         job = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER).get_job(ended, fl_ctx)
-        return {key.value: job.meta[key.value] for key in CARRIED if key.value in job.meta}
+        return {key: job.meta[key] for key in (RUN, *(key.value for key in CARRIED)) if key in job.meta}
 
 
 def is_site(name: str) -> bool:
