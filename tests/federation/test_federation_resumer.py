@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from small_federation import make_plan
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
@@ -23,11 +27,12 @@ from nvflare.apis.server_engine_spec import ServerEngineSpec
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 from nvflare.fuel.flare_api.api_spec import InternalError
 
-from pf2lora.cli.federation_watch import changes
+from pf2lora.cli.federation_watch import changes, described
 from pf2lora.errors import UserError
-from pf2lora.federation.flare import admin, resumer
+from pf2lora.federation.flare import admin, keys, resumer
 from pf2lora.federation.flare.resumer import CONTINUES, JobStore, RunResumer
 from pf2lora.federation.protocol.run_status import (
+    RUN,
     SITES,
     Status,
     mean_loss,
@@ -109,6 +114,57 @@ def test_what_had_ended_stays_so(server: Server, state: str) -> None:
     server.job("first", RunStatus.FINISHED_COMPLETED, state)
     server.start()
     assert server.waiting() == []
+
+
+@pytest.mark.parametrize(
+    "status",
+    [RunStatus.FINISHED_COMPLETED, RunStatus.FINISHED_ABNORMAL, RunStatus.FINISHED_EXECUTION_EXCEPTION],
+)
+def test_a_run_whose_folder_was_cleaned_up_does_not_begin_anew(server: Server, status: RunStatus) -> None:
+    server.job("first", status, "finished")
+    shutil.rmtree(run_folder(server.root, "first"))
+    server.start()
+    assert server.waiting() == []
+
+
+def test_a_mistyped_or_removed_site_is_refused_when_a_run_is_submitted(server: Server) -> None:
+    (server.root / "local").mkdir()
+    (server.root / "local" / "sites.json").write_text('["clinic-a", "clinic-b"]')
+    (server.root / keys.REMOVED).write_text('{"disabled_clients": ["clinic-b"]}')
+
+    def submitted(*sites: str) -> Any:
+        server.context.set_prop(FLContextKey.JOB_BLOCK_REASON, None, private=True, sticky=False)
+        meta = {"name": "first", RUN: {"sites": list(sites)}}
+        server.context.set_prop(FLContextKey.JOB_META, meta, private=True, sticky=False)
+        server.resumer.handle_event(EventType.SUBMIT_JOB, server.context)
+        return server.context.get_prop(FLContextKey.JOB_BLOCK_REASON)
+
+    assert submitted("clinic-a") is None
+    assert submitted("clinic-a", "clinic-x").startswith("unknown site 'clinic-x'; did you mean 'clinic-")
+    assert submitted("clinic-b").startswith("clinic-b was removed from this federation")
+
+
+def test_a_queued_run_says_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan("homlora", ("a", "b", "c"), quorum=1.0)
+    connected = ["a", "z"]
+
+    class Queue(Lead):
+        def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
+            with TemporaryDirectory() as folder:
+                meta = json.loads((admin.write_job(plan, Path(folder)) / "meta.json").read_text())
+            return [meta | {"job_id": "x", "status": "SUBMITTED", "submit_time": 0}]
+
+        def get_system_info(self) -> Any:
+            return SimpleNamespace(client_info=[SimpleNamespace(name=site) for site in connected])
+
+    monkeypatch.setattr(admin, "session", lambda kit: nullcontext(Queue(set())))
+    (job,) = admin.runs(Path("kit"))
+    assert described(job) == (
+        "queued, round 0 of 3; 1 sites (a); it waits for sites, of which 3 are needed: b, c not connected"
+    )
+    connected += ["b", "c"]  # then it is another run that it waits for
+    (job,) = admin.runs(Path("kit"))
+    assert described(job) == "queued, round 0 of 3; 3 sites (a, b, c)"
 
 
 def test_a_run_whose_continuation_the_lead_stopped_stays_stopped(server: Server) -> None:
