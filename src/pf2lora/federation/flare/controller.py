@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -98,7 +99,7 @@ class FederationController(Presence):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.remember(read_status(self.folder))
                 self.session = ServerSession(self.plan, self.folder)
-            except OSError:
+            except BlockingIOError:
                 self.refuse(f"the run {self.plan.name!r} goes on already in another job")
                 return
             except UserError as error:
@@ -113,8 +114,9 @@ class FederationController(Presence):
             except NewJob:
                 self.note("continue")
             except UserError as error:
-                append_line(self.folder, str(error))
-                self.note("stopped" if isinstance(error, QuorumMissed) else "failed", str(error))
+                with suppress(OSError):  # on a full disk `resumer.py` says it, which sees this job end
+                    append_line(self.folder, str(error))
+                    self.note("stopped" if isinstance(error, QuorumMissed) else "failed", str(error))
 
     def patiently(self, part: Callable[[], None]) -> None:
         """Do a part of the run. Where the quorum was missed for want of sites, wait for them as long as the plan says,
@@ -146,7 +148,8 @@ class FederationController(Presence):
     def refuse(self, line: str) -> None:
         """This job ends, and leaves the run of its name as it is."""
         self.status.state, self.status.line = "failed", line
-        write_status(self.folder, self.status, of_run=False)
+        with suppress(OSError):
+            write_status(self.folder, self.status, of_run=False)
 
     # --- rounds ---------------------------------------------------------------------------------------------
 

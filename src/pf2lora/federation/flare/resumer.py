@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import NotAuthenticated
 from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.apis.job_def import Job, JobMetaKey, RunStatus
+from nvflare.apis.storage import StorageException
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
 from pf2lora.errors import UserError
@@ -41,6 +44,7 @@ CONTINUES, AWAITS = (
     "pf2lora_continues",
     "pf2lora_awaits",
 )  # in a job's description: what it continues, and with whom
+FULL = 1 << 20  # bytes: with less than that on the disk a run is not tried again
 RETURN = (
     60.0  # seconds that a continuation waits for the sites that were there, which a restart keeps from it
 )
@@ -83,7 +87,10 @@ class RunResumer(FLComponent):
                 if status is not None and status.job == job:
                     self.ended(folder, status, event_type == EventType.JOB_ABORTED, fl_ctx)
                     self.serve_returned(status, fl_ctx)
-                self.tell_lead(folder, job, fl_ctx)
+                else:
+                    status = read_status(folder, job)
+                if status is not None:
+                    self.tell_lead(job, status, fl_ctx)
 
     def started(self, fl_ctx: FLContext) -> None:
         """What ran when the server ended runs no longer, whatever the store says; runs that were not at their end go
@@ -189,32 +196,28 @@ class RunResumer(FLComponent):
             if file.exists() and file.stat().st_mtime > began:
                 self.serve(site, fl_ctx)
 
-    def tell_lead(self, folder: Path, job: str, fl_ctx: FLContext) -> None:
+    def tell_lead(self, job: str, status: Status, fl_ctx: FLContext) -> None:
         """How a job ended, for the lead's `status`."""
-        status = read_status(folder, job)
-        if status is not None:
-            manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
+        manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
+        with suppress(StorageException):  # on a full disk
             manager.update_meta(job, {"pf2lora": asdict(status)}, fl_ctx)
 
     def ended(self, folder: Path, status: Status, aborted: bool, fl_ctx: FLContext) -> None:
         """The job of a run ended: continue the run, unless it is finished, was stopped, or gets nowhere."""
+        again = f"`pf2lora federation resume {folder.name}` goes on"
         if aborted and status.state in ("running", "waiting"):
-            status.state, status.line = (
-                "stopped",
-                f"stopped by an administrator; `pf2lora federation resume {folder.name}` goes on",
-            )
-            write_status(folder, status)
-            append_line(folder, status.line)
+            close(folder, status, "stopped", f"stopped by an administrator; {again}")
+        elif status.state in UNFINISHED and shutil.disk_usage(folder).free < FULL:
+            close(folder, status, "stopped", f"the disk of {folder} is full: free some space, then {again}")
         elif status.state in UNFINISHED:
             done, tries = self.tries.get(folder.name, (-1, 0))
             tries = tries + 1 if done == status.round else 1
             self.tries[folder.name] = (status.round, tries)
             most = RETURNS if status.state == "continue" else TRIES
             if tries > most:
-                status.state = "failed"
-                status.line = f"{most} jobs in a row finished no round; see the server's log"
-                write_status(folder, status)
-                append_line(folder, status.line)
+                close(
+                    folder, status, "failed", f"{most} jobs in a row finished no round; see the server's log"
+                )
             else:
                 self.continue_job(status.job, status.present, fl_ctx)
 
@@ -227,6 +230,14 @@ class RunResumer(FLComponent):
         """What a job has of one that it goes on with."""
         job = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER).get_job(ended, fl_ctx)
         return {key: job.meta[key] for key in (RUN, *(key.value for key in CARRIED)) if key in job.meta}
+
+
+def close(folder: Path, status: Status, state: str, line: str) -> None:
+    """A run goes on no more, and why; on the disk, if there is room for it."""
+    status.state, status.line = state, line
+    with suppress(OSError):
+        write_status(folder, status)
+        append_line(folder, line)
 
 
 def is_site(name: str) -> bool:

@@ -97,4 +97,12 @@ def read_lines(folder: Path, skip: int = 0) -> list[str]:
         text = (folder / LINES).read_text(encoding="utf8")
     except OSError:
         return []
-    return [json.loads(line)["line"] for line in text.splitlines()[skip:] if line.endswith("}")]
+    return [said for line in text.splitlines()[skip:] if (said := line_in(line))]
+
+
+def line_in(text: str) -> str:
+    """What a line of the file says; nothing where a full disk cut it off."""
+    try:
+        return str(json.loads(text)["line"])
+    except (ValueError, KeyError, TypeError):
+        return ""
