@@ -32,9 +32,11 @@ from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, keys, resumer
 from pf2lora.federation.flare.resumer import CONTINUES, JobStore, RunResumer
 from pf2lora.federation.protocol.run_status import (
+    LINES,
     RUN,
     SITES,
     Status,
+    append_line,
     mean_loss,
     read_lines,
     read_status,
@@ -165,6 +167,51 @@ def test_a_queued_run_says_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch) ->
     connected += ["b", "c"]  # then it is another run that it waits for
     (job,) = admin.runs(Path("kit"))
     assert described(job) == "queued, round 0 of 3; 3 sites (a, b, c)"
+
+
+@pytest.mark.parametrize(("sites", "most"), [(1, 22), (30, 80)])
+def test_sites_that_come_back_one_by_one_do_not_end_a_run_but_one_that_gets_nowhere_ends(
+    server: Server, sites: int, most: int
+) -> None:
+    folder = run_folder(server.root, "first")
+    job = server.job("first", RunStatus.RUNNING, "continue", at=3)
+    status = read_status(folder)
+    assert status is not None
+    status.returns = {f"site-{k}": 2 for k in range(sites)}
+    for number in range(1, most + 2):
+        write_status(folder, status)
+        server.end(job)
+        found = read_status(folder)
+        assert found is not None and found.state == ("continue" if number <= most else "failed")
+
+
+def test_a_full_disk_ends_a_run_at_once_and_the_lead_hears_of_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = server.job("first", RunStatus.RUNNING, "running", at=3)
+    folder = run_folder(server.root, "first")
+    monkeypatch.setattr(resumer.shutil, "disk_usage", lambda place: SimpleNamespace(free=512))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(resumer, "write_status", full)
+    server.end(job)
+    assert server.waiting() == []
+    told = server.store.get_job(job, server.context).meta["pf2lora"]
+    assert told["state"] == "stopped"
+    assert told["line"] == (
+        f"the disk of {folder} is full: free some space, then `pf2lora federation resume first` goes on"
+    )
+
+
+def test_a_line_that_a_full_disk_cut_off_is_passed_over(tmp_path: Path) -> None:
+    append_line(tmp_path, "one")
+    with (tmp_path / LINES).open("a") as lines:
+        lines.write('{"time": 1, "li')
+    append_line(tmp_path, "lost with it")
+    append_line(tmp_path, "two")
+    assert read_lines(tmp_path) == ["one", "two"]
 
 
 def test_a_run_whose_continuation_the_lead_stopped_stays_stopped(server: Server) -> None:

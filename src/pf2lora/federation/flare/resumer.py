@@ -36,10 +36,9 @@ from pf2lora.federation.protocol.run_status import (
     write_status,
 )
 
-TRIES, RETURNS = (
-    3,
-    20,
-)  # continuations without a finished round in between: of jobs that died, of sites that came back
+# Continuations without a finished round in between: of jobs that died; of sites that came back, and each of these may
+# twice before it has to wait (`presence.py`).
+TRIES, RETURNS = 3, 20
 CONTINUES, AWAITS = (
     "pf2lora_continues",
     "pf2lora_awaits",
@@ -213,7 +212,7 @@ class RunResumer(FLComponent):
             done, tries = self.tries.get(folder.name, (-1, 0))
             tries = tries + 1 if done == status.round else 1
             self.tries[folder.name] = (status.round, tries)
-            most = RETURNS if status.state == "continue" else TRIES
+            most = RETURNS + 2 * len(status.returns) if status.state == "continue" else TRIES
             if tries > most:
                 close(
                     folder, status, "failed", f"{most} jobs in a row finished no round; see the server's log"
