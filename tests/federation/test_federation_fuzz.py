@@ -6,6 +6,7 @@ import math
 from contextlib import suppress
 from copy import deepcopy
 from random import Random
+from typing import Any
 
 import pytest
 from fuzz_mutations import bytes_changed, tensors_changed
@@ -82,8 +83,8 @@ def test_scores_that_are_not_as_declared_are_refused(small: Small, kind: str) ->
         small.round()
     last = small.ask(honest.finish_requests(list(SITES)))
     fields = decode(last["site-2"]).fields
-    rows = {"rows": 4, "accuracy": 2.0}
-    for value in (
+    rows: dict[str, Any] = {"rows": 4, "accuracy": 2.0}
+    values: tuple[Any, ...] = (
         [],
         {},
         {"accuracy": 1.0},
@@ -95,7 +96,8 @@ def test_scores_that_are_not_as_declared_are_refused(small: Small, kind: str) ->
         rows | {"accuracy": 10**400},
         rows | {"accuracy": {"accuracy": 1.0}},
         rows | {f"m{i}": 1.0 for i in range(1000)},
-    ):
+    )
+    for value in values:
         honest.finish(last | {"site-2": encode(fields | {kind: value})})
         final = read_final(honest.folder)
         assert final["site-2"]["kind"] == "problem" and "'" + kind + "'" in final["site-2"]["reason"]

@@ -60,7 +60,7 @@ class Run:
         def post(name: str, site: str, data: bytes, seconds: int, deliver: Any) -> Any:
             self.asked.append(site)
 
-        made.exchange, made.post = exchange, post  # type: ignore[method-assign, assignment]
+        made.exchange, made.post = exchange, post  # type: ignore[method-assign]
         made.collect_hellos()
         return made
 
@@ -191,7 +191,7 @@ def test_who_does_not_tell_its_last_scores_in_time_is_absent(tmp_path: Path) -> 
             s: a for s, a in answered(name, requests, timeout).items() if (name, s) != ("finish", "site-2")
         }
 
-    job.exchange = slow  # type: ignore[method-assign, assignment]
+    job.exchange = slow  # type: ignore[method-assign]
     job.run_rounds()
     assert job.status.absent == ["site-2"]
     assert "without the last x: site-2; it is fetched when the site is back" in read_lines(run.folder)

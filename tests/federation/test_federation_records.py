@@ -67,6 +67,7 @@ def test_a_checkpoint_does_not_grow_with_the_rounds(tmp_path: Path) -> None:
         assert path is not None
         sizes.append(path.stat().st_size)
     assert max(sizes) - min(sizes) <= 8  # the digits of a time
+    assert path is not None
     header = server_checkpoint.read(path)[0]
     assert header.sites == small.coordinator.sites and all("layout" not in f for f in header.facts.values())
     lines = (tmp_path / "server" / RECORDS).read_text().splitlines()

@@ -274,7 +274,8 @@ def test_patience_ends_a_run_by_the_median_of_the_losses_that_a_local_run_has(tm
     small = make_small(tmp_path, plan)
     small.run()
     local, trial = local_outcome(tmp_path, changed(plan, patience=9))
-    losses = [statistics.median(r.validation_loss or []) for r in local.record.rounds]  # type: ignore[type-var]
+    told = [[loss or 0.0 for loss in r.validation_loss or []] for r in local.record.rounds]
+    losses = [statistics.median(each) for each in told]
     best = [losses.index(min(losses[: k + 1])) for k in range(len(losses))]
     last = next(k for k in range(len(losses)) if k - best[k] >= 2) + 1
     assert last < 8

@@ -38,7 +38,7 @@ class Knowledge:
     @classmethod
     def of(cls, done: int, ranks: dict[str, int | None], sites: Mapping[str, Mapping[str, Any]]) -> Knowledge:
         """Of what `sites` said, now."""
-        layout = next((said["layout"] for said in sites.values()), [])
+        layout: list[Any] = next((said["layout"] for said in sites.values()), [])
         facts = {site: {k: v for k, v in said.items() if k != "layout"} for site, said in sites.items()}
         return cls(done, ranks, layout, facts, time.time())
 
