@@ -1,7 +1,7 @@
 """What the federation's engine costs per round beyond the local steps, and what the wire precision does.
 
     python benchmarks/federation_overhead.py [--wire bfloat16]     # 4 sites, two layers of width 768, rank 32
-    python benchmarks/federation_overhead.py --method homlora --width 1024 --rank 2048 --rounds 8 --steps 1  # x: 67 MB
+    python benchmarks/federation_overhead.py --method homlora --width 2048 --rank 1024 --rounds 8 --steps 1  # x: 67 MB
 
 The overhead of a round is its time on the server minus the longest time a site spent inside its session (local steps,
 evaluation, saving its state). Sites write that time to their own log. Memory is the highest of the server's processes:
@@ -85,6 +85,7 @@ def measure(root: Path, plan: Plan) -> dict[str, float]:
 
         def over() -> bool:
             memory.look()
+            assert run.state() not in ("failed", "stopped"), run.said()[-1]
             return run.state() == "finished"
 
         run.wait(over, 3600, "the end")
