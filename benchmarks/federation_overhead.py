@@ -1,9 +1,11 @@
 """What the federation's engine costs per round beyond the local steps, and what the wire precision does.
 
     python benchmarks/federation_overhead.py [--wire bfloat16]     # 4 sites, two layers of width 768, rank 32
+    python benchmarks/federation_overhead.py --method homlora --width 2048 --rank 1024 --rounds 8 --steps 1  # x: 67 MB
 
 The overhead of a round is its time on the server minus the longest time a site spent inside its session (local steps,
-evaluation, saving its state). Sites write that time to their own log.
+evaluation, saving its state). Sites write that time to their own log. Memory is the highest of the server's processes:
+FLARE's main one, and that of the job, in which the server's session is.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
+import psutil
 from flare_federation import flare
 from small_federation import LABELS, SITES, write_data, write_model
 
@@ -44,6 +48,25 @@ if "worker_process" in " ".join(sys.orig_argv):
 """
 
 
+class Memory:
+    """The highest memory of a process and of those that it started, in MB. To be looked at while they are there."""
+
+    def __init__(self, pid: int) -> None:
+        self.process = psutil.Process(pid)
+        self.highest: dict[int, float] = {}
+
+    def look(self) -> None:
+        for process in (self.process, *self.process.children(recursive=True)):
+            with suppress(OSError, StopIteration):  # it may end meanwhile
+                lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+                peak = next(line for line in lines if line.startswith("VmHWM:"))
+                self.highest[process.pid] = int(peak.split()[1]) * 1024 / 1e6
+
+    def figures(self) -> dict[str, float]:
+        jobs = [most for pid, most in self.highest.items() if pid != self.process.pid]
+        return {"server_main_MB": self.highest[self.process.pid], "server_job_MB": max(jobs)}
+
+
 def measure(root: Path, plan: Plan) -> dict[str, float]:
     """Run the plan and take its times apart."""
     (root / "timed").mkdir(parents=True)
@@ -58,25 +81,33 @@ def measure(root: Path, plan: Plan) -> dict[str, float]:
         run.submit()
         run.wait(lambda: run.round() >= 1, 600, "the first round")
         first = time.perf_counter() - began
-        run.wait(lambda: run.state() == "finished", 3600, "the end")
+        memory = Memory(run.started["server"].pid)
+
+        def over() -> bool:
+            memory.look()
+            assert run.state() not in ("failed", "stopped"), run.said()[-1]
+            return run.state() == "finished"
+
+        run.wait(over, 3600, "the end")
     session = ServerSession(plan, run.run)
     inside: dict[int, float] = {}
     for site in plan.sites:
         for line in (root / f"{site}.times").read_text().splitlines():
             number, seconds = json.loads(line)
             inside[number] = max(inside.get(number, 0.0), seconds)
-    rounds = [(r["seconds"], inside[r["round"]]) for r in session.records[1:]]  # the first warms up
+    records = list(session.records)
+    rounds = [(r["seconds"], inside[r["round"]]) for r in records[1:]]  # the first warms up
     assert session.common is not None
     return {
         "numbers": session.common.numel(),
-        "bytes_per_site_and_round": statistics.mean(session.records[-1]["bytes"].values()),
+        "bytes_per_site_and_round": statistics.mean(records[-1]["bytes"].values()),
         "seconds_until_connected": connected,
         "seconds_until_first_round": first,
         "round": statistics.median(r for r, _ in rounds),
         "site": statistics.median(s for _, s in rounds),
         "overhead_median": statistics.median(r - s for r, s in rounds),
         "overhead_worst": max(r - s for r, s in rounds),
-    }
+    } | memory.figures()
 
 
 def main() -> None:
@@ -86,6 +117,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--wire", default="float32")
     parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--method", default="pf2lora")
     args = parser.parse_args()
     settings = {
         "rounds": args.rounds,
@@ -94,7 +126,7 @@ def main() -> None:
         "rank": args.rank,
         "client_rank": 2,
         "evaluate_every": args.rounds,
-        "method": ["pf2lora"],
+        "method": [args.method],
     }
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)

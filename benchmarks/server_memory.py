@@ -32,6 +32,7 @@ from pf2lora.core.layout import Entry, Layout
 from pf2lora.federation.flare.processes import ENGINE
 from pf2lora.federation.protocol.messages import describe, encode, to_tensors
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.records import RECORDS
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.wire import Wire
 from pf2lora.run.config import from_settings
@@ -126,6 +127,8 @@ def measure(sites: int, numbers: int, rounds: int, wire: str, merge: str) -> dic
             "peak / x": round((resident(peak=True) - before) / size, 1),
             "CPU seconds a round": round(statistics.median(seconds), 2),
         }
+        records = Path(scratch) / RECORDS
+        found["bytes recorded of a site and round"] = round(records.stat().st_size / (rounds * sites))
         if rounds >= 100:
             found |= {f"MB after round {n}": round(after[n - 1] - before) for n in (10, rounds // 2, rounds)}
         return found

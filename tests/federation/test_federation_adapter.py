@@ -22,9 +22,10 @@ from nvflare.apis.signal import Signal
 from site_executor import HELLO, ask, context_of
 
 from pf2lora.errors import UserError
-from pf2lora.federation.flare.controller import FederationController, NewJob
+from pf2lora.federation.flare.controller import FederationController
 from pf2lora.federation.flare.exchange import body
 from pf2lora.federation.flare.executor import BODY, AllowListFilter, SiteExecutor
+from pf2lora.federation.flare.presence import NewJob
 from pf2lora.federation.flare.resumer import note
 from pf2lora.federation.protocol.messages import Malformed, decode, encode
 from pf2lora.federation.protocol.metrics import Participant, exposition

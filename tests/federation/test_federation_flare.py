@@ -8,11 +8,13 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hardship import small_disk
 from small_federation import (
     SITES,
     Small,
@@ -175,7 +177,7 @@ def test_a_killed_job_process_is_started_again_and_rejoins_the_same_job(tmp_path
         run.wait(lambda: run.round() >= 2, 120, "round 2")
         run.kill_job("site-2")
         run.wait(lambda: run.state() == "finished", 240, "the end")
-        assert "site-2" in ServerSession(plan, run.run).records[-1]["answered"]
+        assert "site-2" in list(ServerSession(plan, run.run).records)[-1]["answered"]
         assert json.loads((run.run / "status.json").read_text())["job"] == job
 
 
@@ -257,9 +259,43 @@ def test_a_site_that_cannot_save_stops_with_one_line_and_the_others_go_on(tmp_pa
             run.wait(lambda: run.state() == "finished", 240, "the end")
             assert run.says("site-2 is left out: the disk of its state folder is full")
             assert "is full: free some space, then start again" in run.log("site-2")
-            assert ServerSession(plan, run.run).records[-1]["answered"] == ["site-1", "site-3"]
+            assert list(ServerSession(plan, run.run).records)[-1]["answered"] == ["site-1", "site-3"]
     finally:
         subprocess.run(["umount", str(small)], check=False)
+
+
+@pytest.mark.slow
+def test_a_full_server_disk_stops_the_run_and_resume_goes_on(tmp_path: Path) -> None:
+    plan = make_plan("homlora", SITES[:3], config={"rounds": 20, "steps": 20}, deadline=60)
+    with flare(tmp_path, plan) as run, small_disk(run.kits["server"] / "runs", kib=4096) as disk:
+        try:
+            run.start("server")
+            run.start(*plan.sites)
+            run.submit()
+            run.wait(lambda: run.round() >= 2, 120, "round 2")
+            with (disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
+                while filler.write(bytes(512)):
+                    pass
+            lead = run.kits[LEAD]
+
+            def over() -> bool:
+                (job, *_) = admin.runs(lead)
+                return job["status"] not in admin.ACTIVE and admin.state_of(job) in ("stopped", "failed")
+
+            run.wait(over, 120, "the run to stop")
+            jobs = admin.runs(lead)
+            print([(job["status"], job.get("pf2lora")) for job in jobs])
+            assert len(jobs) == 1 and "is full: free some space" in jobs[0]["pf2lora"]["line"]
+            assert admin.stop_run(lead, plan.name) == []  # nothing is going on
+            (disk / "filler").unlink()
+            admin.resume_run(lead, plan.name)
+            run.wait(lambda: run.state() == "finished", 240, "the end")
+            records = list(ServerSession(plan, run.run).records)
+            assert [r["round"] for r in records] == list(range(1, 21))
+            assert torch.equal(last_common(run), undisturbed(tmp_path, plan))
+        finally:
+            processes.stop(*run.started.values())  # before the disk is taken away
+            run.started.clear()
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_a_cut_link_costs_half_a_minute_at_most(tmp_path: Path, machines: None) 
 
         def answered_again() -> bool:
             session = ServerSession(Plan.from_json((folder / "plan.json").read_text()), folder)
-            return "clinic-a" in session.records[-1]["answered"]
+            return "clinic-a" in list(session.records)[-1]["answered"]
 
         wait(answered_again, 60, "its update")
 

@@ -295,4 +295,4 @@ def test_a_killed_job_process_loses_its_keys_and_the_run_goes_on(tmp_path: Path)
         session = ServerSession(plan, run.run)
         assert session.done == 25 and session.common is not None
         assert all({"site-1", "site-3", "site-4"} <= set(r["answered"]) for r in session.records)
-        assert "site-2" in session.records[-1]["answered"]
+        assert "site-2" in list(session.records)[-1]["answered"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +26,22 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 
 from pf2lora.cli.federation import app
 from pf2lora.errors import UserError
-from pf2lora.federation.flare import keys, processes
-from pf2lora.federation.flare.keys import make_authority, make_kit, make_request, remove, removed, sign
-from pf2lora.federation.flare.resumer import RunResumer
+from pf2lora.federation.flare import admin, keys, processes
+from pf2lora.federation.flare.keys import (
+    check_known,
+    make_authority,
+    make_kit,
+    make_request,
+    remove,
+    removed,
+    sign,
+)
+from pf2lora.federation.flare.rehearse import listening
+from pf2lora.federation.flare.resumer import RunResumer, note
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.identity import KitIdentity
 from pf2lora.federation.protocol.policy import Policy, read_policy
+from pf2lora.federation.protocol.run_status import SITES
 
 PROJECT = """name = "clinics"
 host = "localhost"
@@ -109,6 +120,37 @@ def test_a_kit_is_renewed_and_keeps_its_own_rules(made: Made) -> None:
     with pytest.raises(UserError, match="kit of another participant"):
         make_kit(*again)
     file.write_text(file.read_text().replace('"site-2"', '"site-1"'))
+
+
+def test_a_server_knows_the_sites_that_were_signed_and_its_renewal_those_that_came_since(made: Made) -> None:
+    kit = made.kit("localhost", "server", folder="server")
+    assert json.loads((kit / "local" / "sites.json").read_text()) == ["site-1", "site-2"]
+    check_known(kit, ["site-2", "site-1"])
+    with pytest.raises(UserError, match=r"unknown site 'site-3'; did you mean .* once it has joined"):
+        check_known(kit, ["site-1", "site-3"])
+    note(kit / SITES, "site-3")  # it was signed since, and has joined
+    check_known(kit, ["site-1", "site-3"])
+    named = made.root / "authority" / "project.toml"
+    text = named.read_text()
+    named.write_text(text.replace('"site-2"]', '"site-2", "site-4"]'))
+    try:
+        made.kit("localhost", "server", folder="server", key="new")
+    finally:
+        named.write_text(text)
+    check_known(kit, ["site-4"])
+    assert not (made.root / "kits" / "site-1" / "local" / "sites.json").exists()
+
+
+def test_a_signed_answer_that_is_none_is_one_line(made: Made, tmp_path: Path) -> None:
+    file = tmp_path / "signed.zip"
+    for content in (b"nothing", b"PK\x03\x04"):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="is not what the authority sends back"):
+            make_kit(file, made.root / "key-site-1", made.fingerprint, tmp_path / "kit")
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("sites.json", '{"a": 1}')
+    with pytest.raises(UserError, match="its list of sites is none"):
+        make_kit(file, made.root / "key-site-1", made.fingerprint, tmp_path / "kit")
 
 
 @pytest.mark.parametrize(
@@ -228,7 +270,9 @@ def test_a_running_server_turns_a_removed_site_away(server: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_federation_of_such_kits_runs_and_a_removed_site_stays_out(tmp_path: Path) -> None:
+def test_a_federation_of_such_kits_runs_and_a_removed_site_stays_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     made = Made(tmp_path, processes.free_port())
     sites = ("site-1", "site-2")
     plan = make_plan("homlora", sites, config={"rounds": 2}, deadline=60)
@@ -242,8 +286,16 @@ def test_a_federation_of_such_kits_runs_and_a_removed_site_stays_out(tmp_path: P
     run = Flare(tmp_path, plan, kits)
     try:
         run.start("server")
-        run.start(*sites)
+        lead = kits["lead@pf2lora.local"]
+        run.wait(lambda: listening(processes.open_kit(kits["server"]).port), 60, "the server")
+        with pytest.raises(UserError, match=r"^unknown site 'site-22'; did you mean 'site-2'"):
+            admin.submit(lead, replace(plan, sites=("site-1", "site-22"), quorum=1.0))
         run.submit()
+        waits = "it waits for sites, of which 1 are needed: site-1, site-2 not connected"
+        assert f"run 'trial': {waits}" in capfd.readouterr().err
+        (queued,) = admin.runs(lead)
+        assert (queued["pf2lora"]["state"], queued["pf2lora"]["line"]) == ("queued", waits)
+        run.start(*sites)
         run.wait(lambda: run.state() == "finished", 180, "the end")
         twin = tmp_path / "twin"
         shutil.copytree(kits["site-1"], twin, ignore=shutil.ignore_patterns("lock"))
@@ -256,6 +308,8 @@ def test_a_federation_of_such_kits_runs_and_a_removed_site_stays_out(tmp_path: P
         then = time.time()
         run.wait(lambda: heard.stat().st_mtime > then, 60, "the first to be heard of again")
         remove(kits["server"], "site-2")
+        with pytest.raises(UserError, match="site-2 was removed from this federation"):
+            run.submit()
         run.wait(lambda: "Client site-2 disabled" in run.log("server"), 60, "site-2 to be turned away")
         assert "Client site-1 disabled" not in run.log("server")
         processes.stop(run.started.pop("site-2"))

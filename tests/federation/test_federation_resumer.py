@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from small_federation import make_plan
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
@@ -23,13 +27,16 @@ from nvflare.apis.server_engine_spec import ServerEngineSpec
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 from nvflare.fuel.flare_api.api_spec import InternalError
 
-from pf2lora.cli.federation_watch import changes
+from pf2lora.cli.federation_watch import changes, described
 from pf2lora.errors import UserError
-from pf2lora.federation.flare import admin, resumer
+from pf2lora.federation.flare import admin, keys, resumer
 from pf2lora.federation.flare.resumer import CONTINUES, JobStore, RunResumer
 from pf2lora.federation.protocol.run_status import (
+    LINES,
+    RUN,
     SITES,
     Status,
+    append_line,
     mean_loss,
     read_lines,
     read_status,
@@ -109,6 +116,102 @@ def test_what_had_ended_stays_so(server: Server, state: str) -> None:
     server.job("first", RunStatus.FINISHED_COMPLETED, state)
     server.start()
     assert server.waiting() == []
+
+
+@pytest.mark.parametrize(
+    "status",
+    [RunStatus.FINISHED_COMPLETED, RunStatus.FINISHED_ABNORMAL, RunStatus.FINISHED_EXECUTION_EXCEPTION],
+)
+def test_a_run_whose_folder_was_cleaned_up_does_not_begin_anew(server: Server, status: RunStatus) -> None:
+    server.job("first", status, "finished")
+    shutil.rmtree(run_folder(server.root, "first"))
+    server.start()
+    assert server.waiting() == []
+
+
+def test_a_mistyped_or_removed_site_is_refused_when_a_run_is_submitted(server: Server) -> None:
+    (server.root / "local").mkdir()
+    (server.root / "local" / "sites.json").write_text('["clinic-a", "clinic-b"]')
+    (server.root / keys.REMOVED).write_text('{"disabled_clients": ["clinic-b"]}')
+
+    def submitted(*sites: str) -> Any:
+        server.context.set_prop(FLContextKey.JOB_BLOCK_REASON, None, private=True, sticky=False)
+        meta = {"name": "first", RUN: {"sites": list(sites)}}
+        server.context.set_prop(FLContextKey.JOB_META, meta, private=True, sticky=False)
+        server.resumer.handle_event(EventType.SUBMIT_JOB, server.context)
+        return server.context.get_prop(FLContextKey.JOB_BLOCK_REASON)
+
+    assert submitted("clinic-a") is None
+    assert submitted("clinic-a", "clinic-x").startswith("unknown site 'clinic-x'; did you mean 'clinic-")
+    assert submitted("clinic-b").startswith("clinic-b was removed from this federation")
+
+
+def test_a_queued_run_says_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan("homlora", ("a", "b", "c"), quorum=1.0)
+    connected = ["a", "z"]
+
+    class Queue(Lead):
+        def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
+            with TemporaryDirectory() as folder:
+                meta = json.loads((admin.write_job(plan, Path(folder)) / "meta.json").read_text())
+            return [meta | {"job_id": "x", "status": "SUBMITTED", "submit_time": 0}]
+
+        def get_system_info(self) -> Any:
+            return SimpleNamespace(client_info=[SimpleNamespace(name=site) for site in connected])
+
+    monkeypatch.setattr(admin, "session", lambda kit: nullcontext(Queue(set())))
+    (job,) = admin.runs(Path("kit"))
+    assert described(job) == (
+        "queued, round 0 of 3; 1 sites (a); it waits for sites, of which 3 are needed: b, c not connected"
+    )
+    connected += ["b", "c"]  # then it is another run that it waits for
+    (job,) = admin.runs(Path("kit"))
+    assert described(job) == "queued, round 0 of 3; 3 sites (a, b, c)"
+
+
+@pytest.mark.parametrize(("sites", "most"), [(1, 22), (30, 80)])
+def test_sites_that_come_back_one_by_one_do_not_end_a_run_but_one_that_gets_nowhere_ends(
+    server: Server, sites: int, most: int
+) -> None:
+    folder = run_folder(server.root, "first")
+    job = server.job("first", RunStatus.RUNNING, "continue", at=3)
+    status = read_status(folder)
+    assert status is not None
+    status.returns = {f"site-{k}": 2 for k in range(sites)}
+    for number in range(1, most + 2):
+        write_status(folder, status)
+        server.end(job)
+        found = read_status(folder)
+        assert found is not None and found.state == ("continue" if number <= most else "failed")
+
+
+def test_a_full_disk_ends_a_run_at_once_and_the_lead_hears_of_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = server.job("first", RunStatus.RUNNING, "running", at=3)
+    folder = run_folder(server.root, "first")
+    monkeypatch.setattr(resumer.shutil, "disk_usage", lambda place: SimpleNamespace(free=512))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(resumer, "write_status", full)
+    server.end(job)
+    assert server.waiting() == []
+    told = server.store.get_job(job, server.context).meta["pf2lora"]
+    assert told["state"] == "stopped"
+    assert told["line"] == (
+        f"the disk of {folder} is full: free some space, then `pf2lora federation resume first` goes on"
+    )
+
+
+def test_a_line_that_a_full_disk_cut_off_is_passed_over(tmp_path: Path) -> None:
+    append_line(tmp_path, "one")
+    with (tmp_path / LINES).open("a") as lines:
+        lines.write('{"time": 1, "li')
+    append_line(tmp_path, "lost with it")
+    append_line(tmp_path, "two")
+    assert read_lines(tmp_path) == ["one", "two"]
 
 
 def test_a_run_whose_continuation_the_lead_stopped_stays_stopped(server: Server) -> None:

@@ -55,6 +55,8 @@ def test_every_method_is_the_local_engine_to_the_last_bit(tmp_path: Path, task: 
     found = world.small.coordinator.common
     assert found is not None and found.norm() > 0.01
     assert torch.equal(found, world.local_common())
+    own = world.small.setups[NAMES[0]].metrics  # the server knows them without a model
+    assert world.plan.run.task.metric_names(world.plan.labels, world.plan.metric) == own
 
 
 def test_packed_conversations_are_the_local_engine_to_the_last_bit(tmp_path: Path) -> None:
@@ -66,6 +68,8 @@ def test_packed_conversations_are_the_local_engine_to_the_last_bit(tmp_path: Pat
     found = world.small.coordinator.common
     assert found is not None and found.norm() > 0.01
     assert torch.equal(found, world.local_common())
+    own = world.small.setups[NAMES[0]].metrics
+    assert world.plan.run.task.metric_names(world.plan.labels, world.plan.metric) == own
     plain = Plan.of(world.plan.run, "plain", NAMES, ())
     config, _ = site_config(plain, world.small.files[NAMES[0]])
     with pytest.raises(UnknownLabel, match="has conversations, but the run knows only prompts"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from pf2lora.federation.protocol.run_status import read_lines, read_status
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.site_models import choice_file
 from pf2lora.federation.protocol.site_setup import load_client, site_config, state_folder
+from pf2lora.federation.protocol.stopping import middle_loss, out_of_patience
 from pf2lora.run.result import Choice, SeedRun
 from pf2lora.run.set_up import Trial
 
@@ -267,12 +269,15 @@ def hopeless(**changes: Any) -> Plan:
     return make_plan("pf2lora", config=AUTO | {"rounds": 9, "lr": 0.3, "patience": 2} | changes)
 
 
-def test_patience_ends_a_run_where_the_local_one_ends(tmp_path: Path) -> None:
+def test_patience_ends_a_run_by_the_median_of_the_losses_that_a_local_run_has(tmp_path: Path) -> None:
     plan = hopeless()
     small = make_small(tmp_path, plan)
     small.run()
-    local, trial = local_outcome(tmp_path, plan)
-    last = local.record.rounds[-1].round
+    local, trial = local_outcome(tmp_path, changed(plan, patience=9))
+    told = [[loss or 0.0 for loss in r.validation_loss or []] for r in local.record.rounds]
+    losses = [statistics.median(each) for each in told]
+    best = [losses.index(min(losses[: k + 1])) for k in range(len(losses))]
+    last = next(k for k in range(len(losses)) if k - best[k] >= 2) + 1
     assert last < 8
     assert small.coordinator.done == last + 1  # what a round served is measured when the next one begins
     found = record_of(small, trial)
@@ -280,6 +285,18 @@ def test_patience_ends_a_run_where_the_local_one_ends(tmp_path: Path) -> None:
     assert found.rounds[-1].served is not None and found.rounds[-1].validation_loss is not None
     assert ServerSession(plan, tmp_path / "server").over
     assert not ServerSession(changed(plan, patience=9), tmp_path / "server").over  # it may go on
+
+
+def test_one_sites_loss_does_not_end_everybodys_run() -> None:
+    falling = [{site: {"validation": {"rows": 2, "loss": 2.0 / n}} for site in SITES} for n in range(1, 7)]
+    for answers in falling[2:]:
+        answers["site-2"] = {"validation": {"rows": 1, "loss": 1e300}}
+    losses = [middle_loss(answers) for answers in falling]
+    assert losses == [1 / n for n in range(1, 7)]
+    assert middle_loss({"site-1": {"steps": 2}}) is None
+    training = hopeless().run.training
+    assert not out_of_patience(training, [1 / n for n in range(1, 7)])
+    assert out_of_patience(training, [1.0, 0.5, 0.7, 0.6])
 
 
 def test_the_server_says_why_a_run_ended_early(tmp_path: Path) -> None:
@@ -298,7 +315,7 @@ def test_the_server_says_why_a_run_ended_early(tmp_path: Path) -> None:
     controller.hand_out = lambda: None  # type: ignore[method-assign]
     controller.run_rounds()
     done = controller.session.done
-    why = f"stopped after round {done} of 9: the mean validation loss did not fall for 2 evaluations"
+    why = f"stopped after round {done} of 9: the median validation loss did not fall for 2 evaluations"
     status = read_status(controller.folder)
     assert status is not None and (status.state, status.round, status.line) == ("finished", done, why)
     assert read_lines(controller.folder)[-1] == f"run 'trial' finished: {done} rounds; {why}"

@@ -158,7 +158,7 @@ def server_files() -> list[bytes]:
     import tempfile
 
     facts = {"layout": messages.describe(LAYOUT), "version": "1"}
-    knowledge = server_checkpoint.Knowledge(3, {"site-1": None}, [{"round": 1}], {"site-1": facts}, 0.0)
+    knowledge = server_checkpoint.Knowledge.of(3, {"site-1": None}, {"site-1": facts})
     with tempfile.TemporaryDirectory() as name:
         server_checkpoint.write(Path(name), knowledge, torch.zeros(LAYOUT.size), [torch.zeros(2)])
         return [(Path(name) / "round-000003.safetensors").read_bytes()]

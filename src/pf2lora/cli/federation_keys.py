@@ -86,7 +86,7 @@ def remove(site: Site, kit: ServerKit) -> None:
     from pf2lora.federation.flare.keys import remove as take_out
 
     take_out(kit, site)
-    typer.echo(f"{site} is let in no more, from its next heartbeat on; `stop` ends a run that it is in")
+    typer.echo(f"{site} is let in no more, from its next heartbeat on; a run that it is in leaves it out")
 
 
 def readmit(site: Site, kit: ServerKit) -> None:

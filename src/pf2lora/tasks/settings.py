@@ -99,6 +99,11 @@ class TaskSettings(ABC, Generic[Row]):
         known = self.datasets.get(dataset or "")
         return known.metric if known else None
 
+    def metric_names(self, labels: Sequence[str], metric: str | None = None) -> tuple[str, ...] | None:
+        """The names of the scores that the task which `build` makes of these has, for who has no base model to build it
+        with (a federation's server); None where only the task itself knows them."""
+        return None
+
     def labels(self, clients: Sequence[Client[Row]]) -> list[str]:
         """What all clients must agree on and a saved run remembers: the names of the outputs."""
         return []

@@ -6,24 +6,45 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from pf2lora import atomic
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, listed
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.flare.processes import EXPIRING, Kit, days_left
 from pf2lora.federation.flare.provision import SCOPE, SERVER_CLASSES, SITE_CLASSES
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.run_status import UNFINISHED
+from pf2lora.federation.protocol.run_status import RUN, UNFINISHED, Status
+from pf2lora.run.decode import decode
 
 LOOK = 2.0  # seconds between looks at a run that is followed
 POLL = 0.1  # seconds between a site's questions for work
 HANDED_OUT = "pf2lora"  # in the folder of a job on the server: what the lead may have of the run
 ACTIVE = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")  # FLARE's words for a job that is not over
+
+
+@dataclass(frozen=True)
+class Queued:
+    """What is told of a run before it begins, as its job says it."""
+
+    sites: list[str]
+    rounds: int
+    deadline: float
+    quorum: float
+
+    def status(self, connected: Collection[str], needed: int) -> Status:
+        """Where it stands in FLARE's queue."""
+        found = Status("queued", 0, self.rounds, deadline=self.deadline, quorum=self.quorum)
+        found.present = [site for site in self.sites if site in connected]
+        absent = [site for site in self.sites if site not in connected]
+        if absent and len(connected) < needed:
+            found.line = f"it waits for sites, of which {needed} are needed: {listed(absent)} not connected"
+        return found
 
 
 def write_job(plan: Plan, folder: Path) -> Path:
@@ -37,6 +58,7 @@ def write_job(plan: Plan, folder: Path) -> Path:
         "deploy_map": {"app": ["@ALL"]},
         "min_clients": plan.needed(len(plan.sites)),
         "scope": SCOPE,
+        RUN: asdict(Queued(list(plan.sites), plan.run.training.rounds, plan.deadline, plan.quorum)),
     }
     args = {"plan": plan.to_json()}
     server = {
@@ -94,9 +116,19 @@ def session(kit: Path) -> Iterator[Any]:
 
 
 def submit(kit: Path, plan: Plan) -> str:
-    """Hand the plan to the server; the job's id."""
+    """Hand the plan to the server; the job's id. Which sites it waits for is said aloud."""
+    from nvflare.fuel.flare_api.api_spec import InvalidJobDefinition
+
     with session(kit) as flare, tempfile.TemporaryDirectory() as scratch:
-        return str(flare.submit_job(str(write_job(plan, Path(scratch)))))
+        try:
+            job = str(flare.submit_job(str(write_job(plan, Path(scratch)))))
+        except InvalidJobDefinition as error:
+            raise UserError(str(error).removeprefix("invalid job definition: ")) from None
+        (found,) = [found for found in with_status(flare) if found["job_id"] == job]
+        waits = (found.get("pf2lora") or {}).get("line")
+        if found["status"] == "SUBMITTED" and waits:
+            print(f"run {plan.name!r}: {waits}", file=sys.stderr, flush=True)
+        return job
 
 
 def runs(kit: Path) -> list[dict[str, Any]]:
@@ -119,10 +151,17 @@ def follow(kit: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def with_status(flare: Any) -> list[dict[str, Any]]:
-    """The jobs that there are, newest first; of those that run, their own word is asked for."""
+    """The jobs that there are, newest first; of those that run, their own word is asked for, and of those that wait,
+    which sites they wait for."""
     from nvflare.fuel.flare_api.api_spec import InternalError, JobNotFound, JobNotRunning
 
     found: list[dict[str, Any]] = flare.list_jobs(detailed=True)
+    waiting = [job for job in found if job["status"] == "SUBMITTED" and RUN in job]
+    if waiting:
+        connected = {client.name for client in flare.get_system_info().client_info}
+        for job in waiting:
+            queued = decode(Queued, job[RUN], "the job's description")
+            job["pf2lora"] = asdict(queued.status(connected, int(job.get("min_clients") or 1)))
     for job in found:
         if job["status"] == "RUNNING":
             with suppress(JobNotFound, JobNotRunning, InternalError):  # it may end while we look

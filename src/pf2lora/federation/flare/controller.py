@@ -24,52 +24,38 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
-from pf2lora.errors import UserError, unknown
+from pf2lora.errors import UserError
 from pf2lora.federation.flare.admin import HANDED_OUT
 from pf2lora.federation.flare.child import end_with
-from pf2lora.federation.flare.exchange import SiteMessages
-from pf2lora.federation.flare.provision import SITE_LIST
+from pf2lora.federation.flare.keys import removed
+from pf2lora.federation.flare.presence import NewJob, Presence
 from pf2lora.federation.protocol import approvals, audit
-from pf2lora.federation.protocol.agreement import DoesNotFit, agreeing_first
 from pf2lora.federation.protocol.checkpoints import writing
 from pf2lora.federation.protocol.fetched import handed_out
 from pf2lora.federation.protocol.masked import ask
-from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.records import RoundRecord
 from pf2lora.federation.protocol.run_status import (
-    SITES,
-    Status,
     append_line,
     mean_loss,
+    read_status,
     run_folder,
     write_status,
 )
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.stopping import QuorumMissed, early_stop
-from pf2lora.parsing import read_json
 from pf2lora.run.evaluation import evaluation_rounds
 
-LOADING = 600.0  # seconds for a site to load its data and base model, at least
 LOOK = 0.5  # seconds between looks for sites that are missing
 TRIES = 3  # of a round that misses its quorum
 
 
-class NewJob(Exception):
-    """A site waits that only a new job can take back."""
-
-
-class FederationController(SiteMessages):
+class FederationController(Presence):
     """The rounds of a plan, one FLARE task per site and message."""
 
     def __init__(self, plan: str) -> None:
         """`plan` is the run's plan as JSON, from the job."""
-        super().__init__()
-        self.plan = Plan.from_json(plan)
-        self.present: list[str] = []
-        self.awaited: set[str] = set()  # sites with a standing hello
-        self.returned: dict[str, object] = {}  # those that answered it, with their answer
-        self.status = Status("running", 0, self.plan.run.training.rounds)
+        super().__init__(Plan.from_json(plan))
         self.misses: dict[int, int] = {}  # how often a round missed its quorum
 
     def current_round(self) -> int:
@@ -111,8 +97,9 @@ class FederationController(SiteMessages):
         with (self.folder / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.remember(read_status(self.folder))
                 self.session = ServerSession(self.plan, self.folder)
-            except OSError:
+            except BlockingIOError:
                 self.refuse(f"the run {self.plan.name!r} goes on already in another job")
                 return
             except UserError as error:
@@ -127,8 +114,9 @@ class FederationController(SiteMessages):
             except NewJob:
                 self.note("continue")
             except UserError as error:
-                append_line(self.folder, str(error))
-                self.note("stopped" if isinstance(error, QuorumMissed) else "failed", str(error))
+                with suppress(OSError):  # on a full disk `resumer.py` says it, which sees this job end
+                    append_line(self.folder, str(error))
+                    self.note("stopped" if isinstance(error, QuorumMissed) else "failed", str(error))
 
     def patiently(self, part: Callable[[], None]) -> None:
         """Do a part of the run. Where the quorum was missed for want of sites, wait for them as long as the plan says,
@@ -139,7 +127,7 @@ class FederationController(SiteMessages):
             except QuorumMissed as missed:
                 number = self.current_round()
                 self.misses[number] = self.misses.get(number, 0) + 1
-                if not missed.missing or self.misses[number] > TRIES or not self.wait_for_sites(missed):
+                if not missed.missing or self.misses[number] >= TRIES or not self.wait_for_sites(missed):
                     raise
 
     def wait_for_sites(self, missed: QuorumMissed) -> bool:
@@ -160,102 +148,8 @@ class FederationController(SiteMessages):
     def refuse(self, line: str) -> None:
         """This job ends, and leaves the run of its name as it is."""
         self.status.state, self.status.line = "failed", line
-        write_status(self.folder, self.status, of_run=False)
-
-    # --- who is there ---------------------------------------------------------------------------------------
-
-    def collect_hellos(self) -> None:
-        """Every connected site says what it brings. One that does not fit, or cannot take part, is left out and named;
-        where no more sites fit together than do not, nobody can say who is right, and the run does not begin."""
-        plan, known = self.plan, {c.name for c in self.fl_ctx.get_engine().get_clients()}
-        connected = [s for s in plan.sites if s in known]
-        if self.session.over:  # some were away at its end
-            connected = [s for s in connected if s in self.session.unserved()]
-        elif self.session.done == 0:
-            self.check_names()
-        append_line(
-            self.folder,
-            f"run {plan.name!r}: {len(connected)} of {len(plan.sites)} sites, rounds {self.session.done + 1} to "
-            f"{plan.run.training.rounds}, deadline {plan.deadline:g} s, quorum {plan.quorum:g} of a round's sites",
-        )
-        timeout = max(LOADING, plan.deadline)
-        answers = self.exchange("hello", dict.fromkeys(connected, self.session.hello()), timeout)
-        misfits = []
-        for site in agreeing_first(answers, self.session.allow_list(None)):
-            try:
-                self.admit(site, answers[site])
-            except DoesNotFit as error:
-                misfits.append(error)
-        if self.session.done == 0 and len(misfits) >= max(1, len(self.present)):
-            raise misfits[0]
-        for site in connected:
-            if site not in answers:
-                self.drop(site, f"did not say hello within {timeout:g} s")
-        if len(self.present) < plan.needed(len(plan.sites)) and not self.session.over:
-            left_out = self.status.left_out
-            missing = [s for s in plan.sites if s not in self.present and s not in left_out]
-            raise QuorumMissed(self.session.done + 1, 0, len(plan.sites), plan, missing, left_out)
-
-    def check_names(self) -> None:
-        """A UserError that names a site of the plan that there is none of, before anybody waits for it."""
-        listed = self.root / "local" / SITE_LIST
-        if listed.is_file():
-            known = [*read_json(listed), *(file.name for file in (self.root / SITES).glob("*"))]
-            for site in self.plan.sites:
-                if site not in known:
-                    raise unknown("site", site, known)
-
-    def admit(self, site: str, data: object) -> None:
-        """Take a site in by its hello. One that cannot be read leaves that site out, until it is started again; one
-        with a problem, or that does not fit the others (`DoesNotFit`), is asked again."""
-        try:
-            self.session.register(site, data)
-            self.present = [s for s in self.plan.sites if s in {*self.present, site}]
-            self.status.left_out.pop(site, None)
-        except Malformed as error:
-            self.leave_out(
-                site, f"its hello cannot be read ({error}); install the same version of pf2lora there"
-            )
-        except UserError as error:
-            self.leave_out(site, str(error).removeprefix(f"{site} "))
-            self.await_return(site)
-            if isinstance(error, DoesNotFit):
-                raise
-
-    def leave_out(self, site: str, why: str) -> None:
-        """Say, once, why a site takes no part."""
-        if self.status.left_out.get(site) != why:
-            append_line(self.folder, f"{site} is left out: {why}")
-        self.status.left_out[site] = why
-
-    def drop(self, site: str, why: str) -> None:
-        """Later rounds do not wait for the site; a standing hello finds out when it is back."""
-        self.present = [s for s in self.present if s != site]
-        append_line(self.folder, f"{site} {why}; going on without it")
-        self.await_return(site)
-
-    def await_return(self, site: str) -> None:
-        """Leave a hello without a time limit for a site; its answer is in `returned`."""
-        if site not in self.awaited:
-            self.awaited.add(site)
-            self.post(
-                "hello", site, self.session.hello(), 0, lambda data: self.returned.__setitem__(site, data)
-            )
-
-    def take_back(self) -> None:
-        """Take back who answered; `NewJob` if one waits that only a new job can take back."""
-        with self.changed:
-            returned, self.returned = dict(self.returned), {}
-        for site, data in returned.items():
-            self.awaited.discard(site)
-            with suppress(DoesNotFit):
-                self.admit(site, data)
-            if site in self.present:
-                append_line(self.folder, f"{site} is back")
-        for site in self.plan.sites:
-            if site not in self.present and self.needs_new_job(site):
-                append_line(self.folder, f"{site} is back: the run continues with it in a new job")
-                raise NewJob
+        with suppress(OSError):
+            write_status(self.folder, self.status, of_run=False)
 
     # --- rounds ---------------------------------------------------------------------------------------------
 
@@ -278,6 +172,7 @@ class FederationController(SiteMessages):
                         within = "before it was started again"
                     self.drop(site, f"did not answer round {session.done + 1} {within}")
             record = session.finish_round(answers, time.perf_counter() - began, missing, summed)
+            self.answered(record["answered"])
             self.report(record)
         answers = self.exchange("finish", session.finish_requests(self.present), self.plan.final_deadline)
         if self.abort.triggered:
@@ -287,7 +182,8 @@ class FederationController(SiteMessages):
         append_line(
             self.folder, f"run {self.plan.name!r} finished: {session.done} rounds{early and '; ' + early}"
         )
-        self.status.absent = session.unserved()
+        gone = removed(self.root)
+        self.status.absent = [site for site in session.unserved() if site not in gone]
         if self.status.absent:
             away = ", ".join(self.status.absent)
             append_line(self.folder, f"without the last x: {away}; it is fetched when the site is back")

@@ -18,6 +18,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from pf2lora.federation.flare.executor import BODY
+from pf2lora.federation.flare.keys import removed
 from pf2lora.federation.protocol.masked import Take
 from pf2lora.federation.protocol.messages import encode
 from pf2lora.federation.protocol.run_status import ALIVE, SITES
@@ -75,7 +76,7 @@ class SiteMessages(Controller):
         until = time.monotonic() + timeout
         with self.changed:
             while time.monotonic() < until and not self.abort.triggered:
-                if failed or all(self.started_again(s) or self.silent(s) for s in waiting):
+                if failed or all(self.lost(s) for s in waiting):
                     break
                 self.changed.wait(timeout=min(0.5, max(0.01, until - time.monotonic())))
             waiting.clear()
@@ -108,6 +109,10 @@ class SiteMessages(Controller):
         return task
 
     # --- who was heard of -----------------------------------------------------------------------------------
+
+    def lost(self, site: str) -> bool:
+        """Whether nothing comes from a site any more: it was started again, is silent, or was removed."""
+        return self.started_again(site) or self.silent(site) or site in removed(self.root)
 
     def started_again(self, site: str) -> bool:
         """Whether a site found the server after this job began."""

@@ -13,18 +13,20 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pf2lora import atomic
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.flare.kit_texts import write_texts
 from pf2lora.federation.flare.processes import locked, open_kit
-from pf2lora.federation.flare.provision import Project, harden_server, harden_site, read_project
+from pf2lora.federation.flare.provision import SITE_LIST, Project, harden_server, harden_site, read_project
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.names import check_name, check_sites
+from pf2lora.federation.protocol.run_status import SITES
 from pf2lora.parsing import BadJSON, parse_json, read_json
 
 PROJECT, PROFILE, REMOVED = "project.toml", "profile.yml", "disabled_clients.json"
@@ -98,6 +100,9 @@ def sign(request: Path, authority: Path, out: Path, days: int) -> str:
         )
     ca = ("-c", authority, "--profile", authority / PROFILE, "--valid-days", str(days))
     nvflare("cert", "approve", request, *ca, "--out", out)
+    if kind == "server":  # it gets to know its sites' names, to tell a mistyped one
+        with zipfile.ZipFile(out, "a") as archive:
+            archive.writestr(SITE_LIST, json.dumps(project.sites))
     digest = str(said.get("public_key_sha256"))
     audit.record(authority, "signed", name=name, kind=kind, public_key=digest, days=days)
     return name
@@ -146,12 +151,14 @@ def make_kit(signed: Path, request: Path, fingerprint: str, out: Path) -> Path:
         raise UserError(f"there is no file {str(signed)!r}: it is what the authority sends back")
     with tempfile.TemporaryDirectory(dir=atomic.make_folder(out.parent)) as scratch:
         named = Path(scratch) / "kit.signed.zip"  # FLARE knows what it is by its name
-        shutil.copyfile(signed, named)
+        sites = without_sites(signed, named)
         own = ("--request-dir", request, "--fingerprint", fingerprint)
         made = nvflare("package", named, *own, "-w", Path(scratch) / "made")
         kit = Path(made["output_dir"])
         if (kit / "startup" / "fed_server.json").is_file():
             harden_server(kit)
+            if sites:
+                atomic.write_json(kit / "local" / SITE_LIST, sites)
         elif (kit / "startup" / "fed_client.json").is_file():
             harden_site(kit)
         write_texts(kit)
@@ -171,8 +178,27 @@ def make_kit(signed: Path, request: Path, fingerprint: str, out: Path) -> Path:
     return out
 
 
+def without_sites(signed: Path, out: Path) -> list[str]:
+    """Copy what the authority sent back as FLARE knows it; the sites' names, which a server's has beside that."""
+    try:
+        with zipfile.ZipFile(signed) as archive, zipfile.ZipFile(out, "w") as rest:
+            names = archive.namelist()
+            if max((part.file_size for part in archive.infolist()), default=0) > LARGEST:
+                raise UserError(f"{signed} holds a file that is too long to be of a signed request")
+            for name in (name for name in names if name != SITE_LIST):
+                rest.writestr(name, archive.read(name))
+            sites = parse_json(archive.read(SITE_LIST)) if SITE_LIST in names else []
+    except (OSError, zipfile.BadZipFile, BadJSON, NotImplementedError):
+        raise UserError(f"{signed} is not what the authority sends back: `sign` makes it") from None
+    if not isinstance(sites, list) or not all(isinstance(site, str) for site in sites):
+        raise UserError(f"{signed}: its list of sites is none")
+    check_sites(sites)
+    return sites
+
+
 def renew(kit: Path, old: Path) -> None:
-    """Put a kit's new `startup/` in the place of the old one's, which must be of the same participant, not running."""
+    """Put a kit's new `startup/` in the place of the old one's, which must be of the same participant, not running; a
+    server's list of sites is renewed with it."""
     kinds = ("fed_server.json", "fed_client.json", "fed_admin.json")
     files = [file for file in kinds if (kit / "startup" / file).is_file()]
     if read_json(kit / "startup" / files[0]) != read_json(old / "startup" / files[0]):
@@ -180,6 +206,8 @@ def renew(kit: Path, old: Path) -> None:
     if files[0] != "fed_admin.json":
         with locked(replace(open_kit(kit), folder=old.resolve())):
             pass  # nobody runs from it
+    if (kit / "local" / SITE_LIST).is_file():
+        shutil.copyfile(kit / "local" / SITE_LIST, old / "local" / SITE_LIST)
     before = old / "startup.old"
     shutil.rmtree(before, ignore_errors=True)
     (old / "startup").rename(before)
@@ -199,6 +227,20 @@ def removed(kit: Path) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise UserError(f"{kit / REMOVED} is damaged: it holds no list of disabled_clients")
     return found
+
+
+def check_known(kit: Path, sites: Iterable[str]) -> None:
+    """A UserError that names a site that the server of this kit has never heard of: neither its list of those that
+    were signed has it, nor was it ever here."""
+    listed = kit / "local" / SITE_LIST
+    if not listed.is_file():
+        return
+    known = [*read_json(listed), *(file.name for file in (kit / SITES).glob("*"))]
+    for site in sites:
+        if site not in known:
+            raise UserError(
+                f"{unknown('site', site, known)} (one that was signed later is known once it has joined)"
+            )
 
 
 def remove(kit: Path, site: str, *, back: bool = False) -> None:

@@ -25,7 +25,7 @@ SITE_CLASSES = ["pf2lora.federation.flare.executor.SiteExecutor"]
 SERVER_CLASSES = ["pf2lora.federation.flare.controller.FederationController"]
 HEARTBEAT_TIMEOUT = 60  # seconds of silence after which a site counts as gone
 INSIDE = "comm_config.json"  # in everybody's `local/`: how FLARE's processes talk, on a machine and across
-SITE_LIST = "sites.json"  # in the server's `local/`: who was provisioned
+SITE_LIST = "sites.json"  # in the server's `local/`: who was provisioned, or signed
 SILENCE = (
     20  # seconds without a byte after which a site asks once more: FLARE's 300 are lost when a link is cut
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,16 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import NotAuthenticated
 from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.apis.job_def import Job, JobMetaKey, RunStatus
+from nvflare.apis.storage import StorageException
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
+from pf2lora.errors import UserError
 from pf2lora.federation.flare.doubles import Connections
-from pf2lora.federation.flare.keys import removed
+from pf2lora.federation.flare.keys import check_known, removed
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.run_status import (
     ALIVE,
+    RUN,
     SITES,
     UNFINISHED,
     Status,
@@ -31,14 +36,14 @@ from pf2lora.federation.protocol.run_status import (
     write_status,
 )
 
-TRIES, RETURNS = (
-    3,
-    20,
-)  # continuations without a finished round in between: of jobs that died, of sites that came back
+# Continuations without a finished round in between: of jobs that died; of sites that came back, and each of these may
+# twice before it has to wait (`presence.py`).
+TRIES, RETURNS = 3, 20
 CONTINUES, AWAITS = (
     "pf2lora_continues",
     "pf2lora_awaits",
 )  # in a job's description: what it continues, and with whom
+FULL = 1 << 20  # bytes: with less than that on the disk a run is not tried again
 RETURN = (
     60.0  # seconds that a continuation waits for the sites that were there, which a restart keeps from it
 )
@@ -72,6 +77,8 @@ class RunResumer(FLComponent):
                 self.heard(peer.get_identity_name(), registered)
                 if registered:
                     self.serve(peer.get_identity_name(), fl_ctx)
+        elif event_type == EventType.SUBMIT_JOB:
+            self.check_submission(fl_ctx)
         elif event_type in (EventType.JOB_COMPLETED, EventType.JOB_ABORTED):
             job = fl_ctx.get_prop(FLContextKey.EVENT_DATA)[JobMetaKey.JOB_ID.value]
             for folder in sorted((self.root / "runs").glob("*")):
@@ -79,7 +86,10 @@ class RunResumer(FLComponent):
                 if status is not None and status.job == job:
                     self.ended(folder, status, event_type == EventType.JOB_ABORTED, fl_ctx)
                     self.serve_returned(status, fl_ctx)
-                self.tell_lead(folder, job, fl_ctx)
+                else:
+                    status = read_status(folder, job)
+                if status is not None:
+                    self.tell_lead(job, status, fl_ctx)
 
     def started(self, fl_ctx: FLContext) -> None:
         """What ran when the server ended runs no longer, whatever the store says; runs that were not at their end go
@@ -89,8 +99,10 @@ class RunResumer(FLComponent):
             lambda cell: self.connections.closed(cell.get_fqcn())
         )
         manager = engine.get_component(SystemComponents.JOB_MANAGER)
-        for job in manager.get_jobs_by_status([RunStatus.RUNNING, RunStatus.DISPATCHED], fl_ctx):
+        dead = manager.get_jobs_by_status([RunStatus.RUNNING, RunStatus.DISPATCHED], fl_ctx)
+        for job in dead:
             manager.set_status(job.job_id, RunStatus.FINISHED_ABNORMAL, fl_ctx)
+        died = {job.job_id for job in dead}
         newest: dict[str, Job] = {}
         for job in sorted(manager.get_all_jobs(fl_ctx), key=submitted):
             newest[job.meta[JobMetaKey.JOB_NAME.value]] = job
@@ -98,11 +110,25 @@ class RunResumer(FLComponent):
             state = job.meta[JobMetaKey.STATUS.value]
             folder = self.root / "runs" / name
             status = read_status(folder)
-            unfinished = status is None or status.state in UNFINISHED
+            # Without a status: it died before it wrote one, or it is long over and its folder was cleaned up.
+            unfinished = status.state in UNFINISHED if status else job.job_id in died
             if unfinished and state not in (RunStatus.SUBMITTED, RunStatus.FINISHED_ABORTED):
                 if status is not None:
                     append_line(folder, "the server was started again: the run goes on")
                 self.continue_job(job.job_id, status.present if status else [], fl_ctx)
+
+    def check_submission(self, fl_ctx: FLContext) -> None:
+        """A run that names a site that there is none of is refused when it is submitted, in a line that the lead reads:
+        FLARE would have it wait for ever where the quorum needs that site."""
+        described = (fl_ctx.get_prop(FLContextKey.JOB_META) or {}).get(RUN)
+        sites = described.get("sites", []) if isinstance(described, dict) else []
+        try:
+            gone = [site for site in sites if site in removed(self.root)]
+            if gone:
+                raise UserError(f"{gone[0]} was removed from this federation: leave it out of --sites")
+            check_known(self.root, sites)
+        except UserError as error:
+            fl_ctx.set_prop(FLContextKey.JOB_BLOCK_REASON, str(error), private=True, sticky=False)
 
     def turn_away(self, site: str, fl_ctx: FLContext) -> None:
         """A site that was removed while the server runs loses its registration: FLARE reads its list at the start."""
@@ -169,32 +195,28 @@ class RunResumer(FLComponent):
             if file.exists() and file.stat().st_mtime > began:
                 self.serve(site, fl_ctx)
 
-    def tell_lead(self, folder: Path, job: str, fl_ctx: FLContext) -> None:
+    def tell_lead(self, job: str, status: Status, fl_ctx: FLContext) -> None:
         """How a job ended, for the lead's `status`."""
-        status = read_status(folder, job)
-        if status is not None:
-            manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
+        manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
+        with suppress(StorageException):  # on a full disk
             manager.update_meta(job, {"pf2lora": asdict(status)}, fl_ctx)
 
     def ended(self, folder: Path, status: Status, aborted: bool, fl_ctx: FLContext) -> None:
         """The job of a run ended: continue the run, unless it is finished, was stopped, or gets nowhere."""
+        again = f"`pf2lora federation resume {folder.name}` goes on"
         if aborted and status.state in ("running", "waiting"):
-            status.state, status.line = (
-                "stopped",
-                f"stopped by an administrator; `pf2lora federation resume {folder.name}` goes on",
-            )
-            write_status(folder, status)
-            append_line(folder, status.line)
+            close(folder, status, "stopped", f"stopped by an administrator; {again}")
+        elif status.state in UNFINISHED and shutil.disk_usage(folder).free < FULL:
+            close(folder, status, "stopped", f"the disk of {folder} is full: free some space, then {again}")
         elif status.state in UNFINISHED:
             done, tries = self.tries.get(folder.name, (-1, 0))
             tries = tries + 1 if done == status.round else 1
             self.tries[folder.name] = (status.round, tries)
-            most = RETURNS if status.state == "continue" else TRIES
+            most = RETURNS + 2 * len(status.returns) if status.state == "continue" else TRIES
             if tries > most:
-                status.state = "failed"
-                status.line = f"{most} jobs in a row finished no round; see the server's log"
-                write_status(folder, status)
-                append_line(folder, status.line)
+                close(
+                    folder, status, "failed", f"{most} jobs in a row finished no round; see the server's log"
+                )
             else:
                 self.continue_job(status.job, status.present, fl_ctx)
 
@@ -206,7 +228,15 @@ class RunResumer(FLComponent):
     def carried(self, ended: str, fl_ctx: FLContext) -> dict[str, Any]:
         """What a job has of one that it goes on with."""
         job = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER).get_job(ended, fl_ctx)
-        return {key.value: job.meta[key.value] for key in CARRIED if key.value in job.meta}
+        return {key: job.meta[key] for key in (RUN, *(key.value for key in CARRIED)) if key in job.meta}
+
+
+def close(folder: Path, status: Status, state: str, line: str) -> None:
+    """A run goes on no more, and why; on the disk, if there is room for it."""
+    status.state, status.line = state, line
+    with suppress(OSError):
+        write_status(folder, status)
+        append_line(folder, line)
 
 
 def is_site(name: str) -> bool:

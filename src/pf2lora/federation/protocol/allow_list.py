@@ -17,6 +17,7 @@ from typing import Any
 from pf2lora.core.method import Method
 from pf2lora.federation.protocol import masked_fields
 from pf2lora.federation.protocol.messages import (
+    LONGEST_HEADER,
     Malformed,
     Message,
     decode,
@@ -30,6 +31,11 @@ from pf2lora.federation.protocol.wire import Wire
 
 DIGEST, VERSION = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9A-Za-z.+-]{1,40}")
 METRIC = re.compile(r"[A-Za-z0-9_@. -]{1,40}")
+METRICS = 32  # scores that a task of another package may have
+BYTES, BESIDE = (
+    8,
+    4,
+)  # of a number, where it is masked; numbers for one of x: a control variate, say, goes beside it
 MOST = 2**53  # beyond it a float no longer tells two counts apart
 
 Check = Callable[[Any], bool]
@@ -125,14 +131,17 @@ class AllowList:
     declared metrics, and the sum of the validation loss.
 
     Without a `method` any possible description of an adapter may come in a hello, and no adapter. Without `metrics`
-    any name of a metric will do: the server does not know which the task has. In a private run (`wire`) an update and
-    the steps of its round leave, and no figure that rows were counted or measured for. In a masked run an update is
-    of whole numbers, and keys and shares of masks leave.
+    a few of any name will do: the server does not know which those of another package's task are. In a private run
+    (`wire`) an update and the steps of its round leave, and no figure that rows were counted or measured for. In a
+    masked run an update is of whole numbers, and keys and shares of masks leave. What a message holds is bounded, and
+    so is what it can be made of: the server writes down what sites told in every round.
     """
 
     def __init__(self, method: Method | None, metrics: tuple[str, ...] | None, wire: Wire) -> None:
         self.method, self.metrics, self.wire = method, metrics, wire
         self.entries = None if method is None else describe(method.layout)
+        numbers = 0 if method is None else BESIDE * method.layout.size
+        self.largest = LONGEST_HEADER + BYTES * numbers  # bytes of a whole message
         self.declared = self.answers()
         if wire.masked:
             own = masked_fields.ANSWERS.items()
@@ -143,6 +152,8 @@ class AllowList:
 
     def check(self, data: object, kinds: Collection[str] = ANSWERS) -> Message:
         """The message in `data`, which must be of one of `kinds` and as declared; else `Malformed`."""
+        if isinstance(data, bytes) and len(data) > self.largest:
+            raise Malformed(f"a message of {len(data)} bytes, of which there are {self.largest} at most")
         message = decode(data)
         check_declared(message, {kind: self.declared[kind] for kind in kinds if kind in self.declared})
         if message.tensors:  # the method "local" sends none
@@ -194,6 +205,7 @@ class AllowList:
         """A count of rows, and sums over them for the declared metrics."""
         return (
             isinstance(value, dict)
+            and len(value) <= METRICS + 1
             and is_count(value.get("rows"))
             and all(self.is_metric(name) and is_number(v) for name, v in value.items() if name != "rows")
         )

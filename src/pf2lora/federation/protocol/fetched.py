@@ -21,6 +21,7 @@ from pf2lora.engines.batches import Encoded
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import outcome, server_checkpoint
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.records import RECORDS
 from pf2lora.federation.protocol.run_status import FINAL
 from pf2lora.federation.protocol.site_setup import digest, model_settings
 from pf2lora.parsing import read_text
@@ -35,7 +36,7 @@ PLAN = "plan.json"
 def handed_out(folder: Path) -> list[Path]:
     """The files of a run's folder on the server that `build` needs."""
     newest = server_checkpoint.newest(folder)
-    return [folder / PLAN, folder / FINAL, *([newest] if newest else [])]
+    return [folder / PLAN, folder / FINAL, *([folder / RECORDS, newest] if newest else [])]
 
 
 def build(folder: Path, out: Path, model: str, *, force: bool = False, traits: Sequence[str] = ()) -> Result:

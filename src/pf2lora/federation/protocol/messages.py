@@ -21,6 +21,9 @@ from pf2lora.parsing import parse_json, refuse
 
 FIELDS = "pf2lora"  # the header's only metadata key
 LARGEST = 2**32  # numbers in a common adapter
+LONGEST_HEADER = (
+    1 << 24
+)  # bytes: a site's description of an adapter of a hundred thousand tensors is that long
 LONGEST = 200  # characters of a tensor's name, or of an error that quotes foreign bytes
 
 
@@ -57,6 +60,8 @@ def decode(data: object) -> Message:
         raise Malformed(f"a message is bytes, not {type(data).__name__}")
     try:
         length = int.from_bytes(data[:8], "little")
+        if length > LONGEST_HEADER:
+            raise ValueError(f"its header has {length} bytes, of which there are {LONGEST_HEADER} at most")
         metadata = strict_json(data[8 : 8 + length])["__metadata__"]
         fields = strict_json(metadata[FIELDS])
         tensors = load(data)

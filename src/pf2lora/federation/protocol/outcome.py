@@ -115,13 +115,11 @@ def round_records(
     plan: Plan, workload: Workload, session: ServerSession, final: dict[str, Any]
 ) -> list[RoundRecord]:
     """The server's records as result.json has them. What round r served is measured when round r + 1 begins."""
-    metrics = workload.task.metrics
+    metrics, records = workload.task.metrics, list(session.records)
     names = dict(zip(plan.sites, workload.names))
-    later = [*(r["scores"] for r in session.records[1:]), final]
-    last = len(
-        session.records
-    )  # what was before its average is measured once more at the end, with written text
-    before = {record["round"]: record["scores"] for record in session.records}
+    later = [*(r["scores"] for r in records[1:]), final]
+    last = len(records)  # what was before its average is measured once more at the end, with written text
+    before = {record["round"]: record["scores"] for record in records}
     before[last] = {s: fields | final.get(s, {}) for s, fields in before[last].items()}
 
     def means(answers: dict[str, Any], key: str) -> Numbers | None:
@@ -140,7 +138,7 @@ def round_records(
             second_order_share=means(record["scores"], "second_order"),
             left_out={names[site]: why for site, why in record["refused"].items()},
         )
-        for record, after in zip(session.records, later)
+        for record, after in zip(records, later)
     ]
 
 

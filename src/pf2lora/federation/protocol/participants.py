@@ -82,4 +82,5 @@ class Participants:
 
     def allow_list(self, method: Method | None) -> AllowList:
         """What a site may have sent."""
-        return AllowList(method, None, self.wire)
+        metrics = self.config.task.metric_names(self.plan.labels, self.plan.metric)
+        return AllowList(method, metrics, self.wire)

@@ -18,13 +18,15 @@ from pf2lora.run.decode import decode
 SITES = "registered"  # a file per site, as old as its way to this server
 ALIVE = "alive"  # a file per site, as old as its last heartbeat
 UNFINISHED = ("running", "waiting", "continue")
+RUN = "pf2lora_run"  # in a job's description: what its run needs before it begins
 STATUS, LINES, JOBS, FINAL = "status.json", "lines.jsonl", "jobs", "final.json"
 
 
 @dataclass
 class Status:
-    """`state` is running, waiting (below its quorum), continue (a new job takes over), stopped, failed or finished;
-    `line` says why. `absent` are the sites that were not there at the end."""
+    """`state` is queued (FLARE waits for sites, or for another run's end), running, waiting (below its quorum),
+    continue (a new job takes over), stopped, failed or finished; `line` says why. `absent` are the sites that were not
+    there at the end."""
 
     state: str
     round: int
@@ -38,7 +40,10 @@ class Status:
     received: int = 0  # bytes of messages of this job
     sent: int = 0
     absent: list[str] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # by its hello, with the reason
+    left_out: dict[str, str] = field(default_factory=dict)  # with the reason
+    # At the server: how often a new job began for a site since it last answered, and until when none does.
+    returns: dict[str, int] = field(default_factory=dict)
+    paused: dict[str, float] = field(default_factory=dict)
     deadline: float = 0.0
     quorum: float = 0.0
     time: float = 0.0
@@ -92,4 +97,12 @@ def read_lines(folder: Path, skip: int = 0) -> list[str]:
         text = (folder / LINES).read_text(encoding="utf8")
     except OSError:
         return []
-    return [json.loads(line)["line"] for line in text.splitlines()[skip:] if line.endswith("}")]
+    return [said for line in text.splitlines()[skip:] if (said := line_in(line))]
+
+
+def line_in(text: str) -> str:
+    """What a line of the file says; nothing where a full disk cut it off."""
+    try:
+        return str(json.loads(text)["line"])
+    except (ValueError, KeyError, TypeError):
+        return ""

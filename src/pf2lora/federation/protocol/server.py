@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from pf2lora import atomic
 from pf2lora.core.method import Updates, tensors_of
 from pf2lora.engines.bad_clients import check_enough
 from pf2lora.engines.local import merge_weights
+from pf2lora.errors import UserError
 from pf2lora.federation.protocol import private, robust, server_checkpoint
 from pf2lora.federation.protocol.answers import Answers
 from pf2lora.federation.protocol.checkpoints import restored, writing
@@ -38,7 +38,7 @@ class ServerSession(Answers):
     def over(self) -> bool:
         """Whether no round is left: all are done, or patience is at its end."""
         training = self.config.training
-        return self.done >= training.rounds or out_of_patience(training, (r["scores"] for r in self.records))
+        return self.done >= training.rounds or out_of_patience(training, self.records.losses)
 
     def spent(self) -> privacy.PrivacySpent | None:
         """What the rounds that are done cost every site."""
@@ -140,8 +140,8 @@ class ServerSession(Answers):
     # --- the checkpoint -------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """One file holds everything a later server needs; the previous one stays until this one is whole."""
-        knowledge = Knowledge(self.done, self.ranks, self.records, self.sites, time.time())
+        """With the records, one file is all that a later server needs; the previous one stays until it is whole."""
+        knowledge = Knowledge.of(self.done, self.ranks, self.sites)
         server_checkpoint.write(self.folder, knowledge, self.common, tensors_of(self.kept), self.held)
 
     def resume(self) -> None:
@@ -155,8 +155,8 @@ class ServerSession(Answers):
             answered = self.known_method.arrives(knowledge.done).size
             if self.common is not None and self.common.shape[-1:] != (answered,):
                 raise ValueError("a common adapter of another size")
-        except (Malformed, ValueError, KeyError) as error:
+            self.records.read(knowledge.done)
+        except (Malformed, ValueError, KeyError, UserError) as error:
             raise server_checkpoint.damaged(path, error) from None
-        self.done, self.records, self.ranks = knowledge.done, knowledge.records, knowledge.ranks
-        self.sites = knowledge.facts
+        self.done, self.ranks, self.sites = knowledge.done, knowledge.ranks, knowledge.sites
         self.kept = restored(self.kept, kept, path)

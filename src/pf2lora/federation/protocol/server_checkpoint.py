@@ -1,8 +1,10 @@
-"""The server's checkpoint: one file a round with the common adapter, the method's own tensors and what is known."""
+"""The server's checkpoint: one file a round with the common adapter, the method's own tensors and what is known of the
+sites. What its rounds were is beside it (`records.py`): a checkpoint is as large after a thousand as after one."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +26,26 @@ FILES = "round-*.safetensors"
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What a checkpoint holds beside tensors. `facts` are what each site said of itself."""
+    """What a checkpoint holds beside tensors. `facts` are what each site said of itself, but for the `layout` of its
+    adapter: all sites have the same."""
 
     done: int
     ranks: dict[str, int | None]
-    records: list[Any]
+    layout: list[Any]
     facts: dict[str, dict[str, Any]]
     time: float
+
+    @classmethod
+    def of(cls, done: int, ranks: dict[str, int | None], sites: Mapping[str, Mapping[str, Any]]) -> Knowledge:
+        """Of what `sites` said, now."""
+        layout: list[Any] = next((said["layout"] for said in sites.values()), [])
+        facts = {site: {k: v for k, v in said.items() if k != "layout"} for site, said in sites.items()}
+        return cls(done, ranks, layout, facts, time.time())
+
+    @property
+    def sites(self) -> dict[str, dict[str, Any]]:
+        """All that each site said of itself."""
+        return {site: said | {"layout": self.layout} for site, said in self.facts.items()}
 
 
 def write(
@@ -72,6 +87,6 @@ def damaged(path: Path, error: Exception) -> UserError:
 
 def facts_of(knowledge: Knowledge, path: Path) -> Mapping[str, Any]:
     """What one of the sites said of itself: all of them have the same adapter."""
-    for facts in knowledge.facts.values():
+    for facts in knowledge.sites.values():
         return facts
     raise damaged(path, ValueError("it knows no site"))

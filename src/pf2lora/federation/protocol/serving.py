@@ -12,7 +12,7 @@ from pf2lora.core.method import Method
 from pf2lora.federation.protocol.messages import encode, to_tensors
 from pf2lora.federation.protocol.participants import Participants
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.records import RoundRecord
+from pf2lora.federation.protocol.records import Records
 from pf2lora.federation.protocol.run_status import read_final
 from pf2lora.federation.protocol.wire import checksum, moved
 
@@ -35,7 +35,7 @@ class Serving(Participants):
         self.common: Tensor | None = None
         self.held: Tensor | None = None  # what the last round's sites were served in it, where changes travel
         self.ranks: dict[str, int | None] = {}  # of the last updates; HETLoRA's sites get it truncated to it
-        self.records: list[RoundRecord] = []
+        self.records = Records(folder)
 
     def hello(self) -> bytes:
         """The request that a site introduces itself."""
@@ -89,10 +89,8 @@ class Serving(Participants):
 
     def undo(self, site: str) -> dict[str, int]:
         """The round that a site is to undo: its last one, where what it sent then was refused."""
-        for record in reversed(self.records):
-            if site in record["answered"] or site in record["refused"]:
-                return {"take_back": record["round"]} if site in record.get("take_back", ()) else {}
-        return {}
+        number = self.records.undone.get(site)
+        return {"take_back": number} if number else {}
 
     # --- the last answer ------------------------------------------------------------------------------------
 
@@ -103,7 +101,8 @@ class Serving(Participants):
     def holds(self, site: str, fields: Mapping[str, Any]) -> bool:
         """Whether the site has on its disk what the last round served: it was in that, and is to train again. Whoever
         only measures, or ends, gets all of x: it can be asked no second time."""
-        return fields["kind"] == "train" and bool(self.records) and site in self.records[-1]["answered"]
+        last = self.records.last
+        return fields["kind"] == "train" and last is not None and site in last["answered"]
 
     def coming(self) -> Coming | None:
         """What is served next; nothing before the first average."""

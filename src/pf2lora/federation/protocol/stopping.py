@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,18 +32,18 @@ class QuorumMissed(UserError):
         )
 
 
-def out_of_patience(training: TrainingSettings, rounds: Iterable[Answers]) -> bool:
-    """Whether the mean of the sites' validation losses did not fall for as many evaluations as the run waits. Asked of
-    all rounds each time: a server that is started again stops where it would have."""
+def out_of_patience(training: TrainingSettings, evaluations: Sequence[float]) -> bool:
+    """Whether the middle of the sites' validation losses did not fall for as many evaluations as the run waits. Asked
+    of all of them each time: a server that is started again stops where it would have."""
     stopper = Stopper(training.patience)
-    evaluations = [losses for answers in rounds if (losses := validation_losses(answers))]
-    return any(stopper.enough(torch.tensor(losses)) for losses in evaluations)
+    return any(stopper.enough(torch.tensor([loss])) for loss in evaluations)
 
 
-def validation_losses(answers: Answers) -> list[float]:
-    """The mean validation loss of each site that told one: with what the round before served."""
+def middle_loss(answers: Answers) -> float | None:
+    """The median of the mean validation losses that sites told, with what the round before served: a mean over sites
+    would let one of them end everybody's run. None where none was told."""
     told = [answer["validation"] for answer in answers.values() if "validation" in answer]
-    return [sums["loss"] / sums["rows"] for sums in told]
+    return statistics.median(sums["loss"] / sums["rows"] for sums in told) if told else None
 
 
 def early_stop(training: TrainingSettings, done: int) -> str:
@@ -50,4 +51,4 @@ def early_stop(training: TrainingSettings, done: int) -> str:
     if done >= training.rounds:
         return ""
     evaluations = f"{training.patience} evaluation{'s' if training.patience != 1 else ''}"
-    return f"stopped after round {done} of {training.rounds}: the mean validation loss did not fall for {evaluations}"
+    return f"stopped after round {done} of {training.rounds}: the median validation loss did not fall for {evaluations}"

@@ -104,6 +104,11 @@ class ClassificationSettings(TaskSettings[TextRow]):
 
         return Classification(load_tokenizer(model), labels, self, metric=metric or "accuracy")
 
+    def metric_names(self, labels: Sequence[str], metric: str | None = None) -> tuple[str, ...]:
+        from pf2lora.tasks.classification.task import METRICS
+
+        return tuple(METRICS)
+
     def labels(self, clients: Sequence[Client[TextRow]]) -> list[str]:
         return label_names(clients)
 

@@ -146,9 +146,18 @@ class GenerationSettings(TaskSettings[TextRow]):
         from pf2lora.adapters.base_model import load_tokenizer
         from pf2lora.tasks.generation.task import Generation
 
-        chat = CHAT in labels
-        scores = self.scores or metric or ("answers" if chat else "e2e")
-        return Generation(load_tokenizer(model), self, scores=scores, chat=chat)
+        return Generation(
+            load_tokenizer(model), self, scores=self.scorer(labels, metric), chat=CHAT in labels
+        )
+
+    def scorer(self, labels: Sequence[str], metric: str | None) -> str:
+        """Which scores written text gets."""
+        return self.scores or metric or ("answers" if CHAT in labels else "e2e")
+
+    def metric_names(self, labels: Sequence[str], metric: str | None = None) -> tuple[str, ...]:
+        from pf2lora.tasks.generation.task import metrics_of
+
+        return tuple(metrics_of(self, self.scorer(labels, metric)))
 
     def to_record(self, row: TextRow) -> dict[str, Any]:
         if isinstance(row, Conversation):

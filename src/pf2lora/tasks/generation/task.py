@@ -59,6 +59,12 @@ LOSSES = {
 }
 
 
+def metrics_of(settings: GenerationSettings, scores: str) -> dict[str, Metric]:
+    """The scores there are: of texts, where some are written, and of losses."""
+    _, names = SCORES[scores]
+    return {name: TEXT_METRICS[name] for name in names if settings.max_new_tokens} | LOSSES
+
+
 class Continuation(NamedTuple):
     """The summed loss of a row's target tokens, how many they are, and the text, where it was asked for."""
 
@@ -89,10 +95,9 @@ class Generation(Task[TextRow, Continuation]):
         self.encoder = Encoder(tokenizer, self.settings, self.note, chat=chat)
         self.pad = self.encoder.pad
         self.labels = [CHAT] if chat else []
-        self.scorer, names = SCORES[scores]
-        written = names if self.settings.max_new_tokens else ()
-        self.metrics = {name: TEXT_METRICS[name] for name in written} | LOSSES
-        self.writes = bool(written)
+        self.scorer, _ = SCORES[scores]
+        self.metrics = metrics_of(self.settings, scores)
+        self.writes = bool(self.settings.max_new_tokens)
         self.evaluation_batch, self.generation_batch = evaluation_batch, generation_batch
 
     def load_model(self, name: str, dtype: torch.dtype) -> PreTrainedModel:

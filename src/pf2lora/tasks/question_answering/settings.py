@@ -88,6 +88,11 @@ class QuestionAnsweringSettings(TaskSettings[QuestionRow]):
 
         return QuestionAnswering(load_tokenizer(model), self, no_answers=UNANSWERABLE in labels)
 
+    def metric_names(self, labels: Sequence[str], metric: str | None = None) -> tuple[str, ...]:
+        from pf2lora.tasks.question_answering.task import metrics_of
+
+        return tuple(metrics_of(UNANSWERABLE in labels))
+
     def labels(self, clients: Sequence[Client[QuestionRow]]) -> list[str]:
         silent = any(not row.answers for client in clients for row in [*client.train, *client.test])
         return [ANSWERABLE, UNANSWERABLE] if silent else [ANSWERABLE]

@@ -44,6 +44,11 @@ NO_ANSWER_METRICS = {
 SHORTEST_STEP = 16  # tokens by which a window moves on, at least
 
 
+def metrics_of(no_answers: bool) -> dict[str, Metric]:
+    """The scores there are, where questions may have no answer and where each has one."""
+    return METRICS | (NO_ANSWER_METRICS if no_answers else {})
+
+
 class Answer(NamedTuple):
     """`no_answer` is the probability that there is none: the sigmoid of the [CLS] span's lead over the best one.
 
@@ -96,7 +101,7 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
         self.settings = settings or QuestionAnsweringSettings()
         max_length, stride = self.settings.max_length, self.settings.stride
         self.evaluation_batch = evaluation_batch
-        self.metrics = METRICS | (NO_ANSWER_METRICS if no_answers else {})
+        self.metrics = metrics_of(no_answers)
         special = tokenizer.num_special_tokens_to_add(pair=True)
         room = max_length - special - stride - SHORTEST_STEP
         if room < 1:
