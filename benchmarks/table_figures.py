@@ -16,11 +16,12 @@ from matplotlib.figure import Figure
 
 from pf2lora.atomic import write_figure
 from pf2lora.methods import METHODS
-from pf2lora.reproduce.charts import colour, draw_bar, legend
+from pf2lora.reproduce.charts import Bar, colour, draw_bar, legend
 from pf2lora.reproduce.figures import STYLE, plain
-from pf2lora.reproduce.tables import Quantity, Row
+from pf2lora.reproduce.tables import Quantity
 from pf2lora.run.estimates import Estimate, estimate
 
+POINTS = ("served", "before_averaging")
 TABLES = Path(__file__).parent / "results" / "tables"
 
 
@@ -51,24 +52,24 @@ TITLES = {
 }
 
 
-def rows_of(name: str, quantity: str) -> Iterable[tuple[str, Row]]:
+def rows_of(name: str, quantity: str) -> Iterable[tuple[str, Bar]]:
     """A file's bars with their groups' labels: a page's rows, or the seeds of a run that was cut off before it."""
     content: dict[str, Any] = json.loads((TABLES / f"{name}.json").read_text(encoding="utf8"))
     if "rows" not in content:
         for run in content["runs"]:
-            points = (estimate(run["per_seed"][p][quantity]) for p in ("served", "before_averaging"))
-            yield run["run"], Row(None, run["method"], quantity, *points, None)  # type: ignore[arg-type]
+            served, before = (estimate(run["per_seed"][p][quantity]) for p in POINTS)
+            yield run["run"], Bar(run["method"], served, before, None)
         return
     labels = {run["name"]: run["label"] for run in content["runs"]}
     for row in content["rows"]:
         if row["quantity"] == quantity:
-            points = (None if row[p] is None else Estimate(**row[p]) for p in ("served", "before_averaging"))
-            yield labels[row["run"]], Row(None, row["method"], quantity, *points, row["paper"])  # type: ignore[arg-type]
+            served, before = (None if row[p] is None else Estimate(**row[p]) for p in POINTS)
+            yield labels[row["run"]], Bar(row["method"], served, before, row["paper"])
 
 
-def bars(panel: Panel) -> dict[str, list[Row]]:
+def bars(panel: Panel) -> dict[str, list[Bar]]:
     """The bars of a panel by group; a method that several calls ran with the same settings is there once."""
-    groups: dict[str, dict[str, Row]] = {}
+    groups: dict[str, dict[str, Bar]] = {}
     for file in panel.files:
         for label, row in rows_of(file, panel.quantity):
             name = "auto" if "auto" in label else label.rpartition(", ")[2].casefold()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from pf2lora.reproduce import tables
 from pf2lora.reproduce.figures import DASHED, STYLE, plain, save
 from pf2lora.reproduce.preset import Preset
 from pf2lora.reproduce.tables import Finding, Quantity, Row
+from pf2lora.run.estimates import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,7 +83,16 @@ def draw_bars(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> No
     legend(figure, names, "bars at two points" if two else "bars")
 
 
-def draw_bar(axes: Any, row: Row, x: float, width: float, quantity: Quantity, shade: str) -> None:
+class Bar(NamedTuple):
+    """What a bar shows of a method: served, with a circle before averaging and a mark for the paper's."""
+
+    method: str
+    served: Estimate | None
+    before: Estimate | None
+    paper: float | None
+
+
+def draw_bar(axes: Any, row: Row | Bar, x: float, width: float, quantity: Quantity, shade: str) -> None:
     """One method's bar and marks."""
     if row.served is not None:
         value, deviation = row.served.mean * quantity.times, row.served.deviation

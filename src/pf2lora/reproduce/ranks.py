@@ -201,13 +201,11 @@ def draw_layers(found: Sequence[Point], folder: Path) -> list[Path]:
     import matplotlib.pyplot as plt
 
     layers = list(dict.fromkeys(name for p in found for name in p.layers))
-    rows = {}
+    rows: dict[tuple[str, str], list[float]] = {}
     order = sorted(found, key=lambda p: (-p.traits.get("difference", 0.0), p.run, p.client))
     for key in dict.fromkeys((p.run, p.client) for p in order):
         same = [p for p in found if (p.run, p.client) == key]
-        rows[key] = [
-            float(np.mean([p.layers[name] for p in same if name in p.layers] or [np.nan])) for name in layers
-        ]
+        rows[key] = [float(np.mean([p.layers.get(name, np.nan) for p in same])) for name in layers]
     several = len({run for run, _ in rows}) > 1
     with plt.rc_context(STYLE):
         size = (2.4 + 0.28 * len(layers), 1.6 + 0.22 * len(rows))
