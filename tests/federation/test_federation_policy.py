@@ -90,6 +90,7 @@ def refused(file: Path, policy: str, plan: Plan, tmp_path: Path) -> str:
         ("masked = true", {}, "its policy allows masked runs alone (--masked)"),
         ('tasks = ["generation"]', {}, "its policy does not allow the task 'classification'"),
         ('methods = ["pf2lora", "local"]', {}, "its policy does not allow the method 'homlora'"),
+        ('sites = ["site-1", "site-3"]', {}, "its policy does not allow all of the run's sites"),
         ('models = ["roberta-base"]', {}, "its policy does not allow its base model"),
         (
             "approve = true",
@@ -126,6 +127,7 @@ def test_what_is_allowed_is_taken(site: Path) -> None:
     named = 'methods = ["homlora"]\ntasks = ["classification"]\n'
     for text in (
         model,
+        'sites = ["site-3", "site-2", "site-1"]',
         named + "max_rounds = 3\nmin_steps = 2\nmin_batch_size = 4\nmin_rows = 8\nmax_runs = 1\n",
     ):
         file.write_text(text)
@@ -197,6 +199,7 @@ def test_runs_are_counted_by_the_states_that_the_site_has(site: Path, tmp_path: 
         ('methods = ["fedavg2"]', "unknown method"),
         ('tasks = ["translation"]', "unknown task"),
         ('metrics = ["a;b"]', "no score's name"),
+        ('sites = ["server"]', "taken by the federation itself"),
         ('approve = "yes"', "approve must be of type bool"),
         ("[limits]\n", "unknown key 'limits'"),
     ],
@@ -217,6 +220,7 @@ def test_the_file_that_a_kit_has_is_the_defaults(tmp_path: Path) -> None:
 
 def test_the_guide_has_every_key_with_its_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "federation.md").read_text(encoding="utf8")
+    page = page.split("## A site sets its own limits")[1].split("\n## ")[0]
     for name, field in settings_of(Policy).items():
         (row,) = [
             line for line in page.splitlines() if line.startswith("| ") and f"`{name}`" in line.split("|")[1]

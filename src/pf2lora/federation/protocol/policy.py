@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pf2lora.errors import UserError
+from pf2lora.federation.protocol.names import check_sites
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.methods import METHODS
 from pf2lora.parsing import read_toml
@@ -53,6 +54,7 @@ class Policy:
     models: tuple[str, ...] = setting(
         (), "the base models that may be trained on its rows, by their digest or as site.toml names them"
     )
+    sites: tuple[str, ...] = setting((), "the sites that it takes part in runs with")
     masked: bool = setting(False, "only runs whose updates are masked: the server sees their sum alone")
     min_sites: int = setting(3, "in a masked run: fewest sites whose sum the server may see")
     approve: bool = setting(False, "a person must approve each run: `pf2lora federation approve`")
@@ -70,6 +72,7 @@ class Policy:
             raise UserError(f"max_delta is {self.max_delta}; it is a probability, below 1")
         if self.min_sites < 2:
             raise UserError(f"min_sites is {self.min_sites}; a sum of fewer than 2 hides nothing")
+        check_sites(self.sites)
         for name in self.methods:
             METHODS.check(name)
         for name in self.tasks:
@@ -150,6 +153,8 @@ def check_plan(policy: Policy, plan: Plan, runs: int) -> None:
     for name, value in (("tasks", plan.run.task.name), ("methods", plan.method)):
         if getattr(policy, name) and value not in getattr(policy, name):
             raise PolicyBroken(plan, name)
+    if policy.sites and not set(plan.sites) <= set(policy.sites):
+        raise PolicyBroken(plan, "sites")
     if policy.max_epsilon is not None and METHODS[plan.method].federated:
         cost = spending(plan)
         if cost is None or cost.epsilon is None or cost.epsilon > policy.max_epsilon:
@@ -191,6 +196,8 @@ def refusal(plan: Plan, limit: str, allows: float | None = None) -> str:
             return "its policy allows masked runs alone (--masked)"
         case "models":
             return "its policy does not allow its base model"
+        case "sites":
+            return "its policy does not allow all of the run's sites"
         case "tasks":
             return f"its policy does not allow the task {plan.run.task.name!r}"
         case "methods":
