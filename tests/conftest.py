@@ -29,6 +29,14 @@ def shared_data() -> Path:
 
 
 @pytest.fixture
+def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs without CUDA."""
+    from stand_in_graphs import install
+
+    install(monkeypatch)
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Tensors as small as a test's only wait for a second thread, above all on a busy machine."""
     import torch

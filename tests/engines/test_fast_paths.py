@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from recordable import attending
+from stand_in_graphs import StandInGraph
 from tiny import CONFIGS, tiny_data, tiny_model, tiny_problem
 
 from pf2lora.adapters.architectures import ARCHITECTURES, needed_mask
-from pf2lora.core.method import State, StepStats, over_tensors
 from pf2lora.core.rates import RateSchedule
 from pf2lora.engines import local, stepper
 from pf2lora.engines.batches import Batch, EncodedSource, batch_rows_by_length, stream_rows
 from pf2lora.engines.local import Schedule, train
 from pf2lora.engines.room import Room
-from pf2lora.engines.stepper import GraphStepper, PlainStepper, Recording
+from pf2lora.engines.stepper import GraphStepper, Recording
 from pf2lora.methods import METHODS
 from pf2lora.methods.pf2lora import PF2LoRA
 
@@ -95,68 +92,6 @@ def test_compiled_passes_give_the_same_run() -> None:
         )
         ends.append([done.kept() for done in rounds][-1].served.x.cpu())
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
-
-
-class StandInGraph:
-    """A CUDA graph without CUDA: it remembers the method's step that was recorded, and a replay computes it again from
-    the same places into the same places, as a graph does."""
-
-    recording: StandInGraph | None = None
-    replays = 0
-
-    def pool(self) -> None:
-        return None
-
-    def hold(self, step: Any, state: State, out: tuple[State, StepStats]) -> None:
-        self.step, self.state, self.out = step, state, out
-        self.before = over_tensors(torch.clone, state)
-
-    def close(self) -> None:
-        """Nothing is computed while a graph is recorded: what was written meanwhile was not."""
-        over_tensors(lambda place, old: place.copy_(old), self.state, self.before)
-
-    def replay(self) -> None:
-        StandInGraph.replays += 1
-        state, report = self.step()
-        over_tensors(lambda place, new: place.copy_(new), self.state, state)
-        self.out[1].loss.copy_(report.loss)
-        if report.second_order is not None:
-            assert self.out[1].second_order is not None
-            self.out[1].second_order.copy_(report.second_order)
-
-
-@pytest.fixture
-def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recording and replaying on the CPU, so that what is around the graphs is tested everywhere."""
-
-    @contextmanager
-    def record(graph: StandInGraph, pool: None) -> Iterator[None]:
-        StandInGraph.recording = graph
-        yield
-        StandInGraph.recording = None
-        graph.close()
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
-    monkeypatch.setattr(torch.cuda, "graph", record)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(
-        local, "make_stepper", lambda F, device, graphs: GraphStepper(F) if graphs else PlainStepper(F)
-    )
-    for kind in {METHODS[name] for name in ("pf2lora", "homlora", "per-fedavg")}:
-        original = kind.step
-
-        def step(
-            self: Any, F: Any, s: State, *batches: Any, original: Any = original
-        ) -> tuple[State, StepStats]:
-            out: tuple[State, StepStats] = original(self, F, s, *batches)
-            if StandInGraph.recording is not None:
-                StandInGraph.recording.hold(lambda: original(self, F, s, *batches), s, out)
-            return out
-
-        monkeypatch.setattr(kind, "step", step)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from language_models import configurations
-from test_fast_paths import StandInGraph, stand_in_graphs  # noqa: F401  a fixture
+from stand_in_graphs import StandInGraph
 from tokenizers_for_tests import byte_level
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -73,7 +73,7 @@ def run(model: TwoLevelModel, device: str, *, graphs: bool, seed: int = 0) -> tu
     return last.served.x.cpu(), last.stats.loss.cpu()
 
 
-def test_recorded_steps_of_language_models_replay_their_own_batches(stand_in_graphs: None) -> None:  # noqa: F811
+def test_recorded_steps_of_language_models_replay_their_own_batches(stand_in_graphs: None) -> None:
     """Batches with another number of targets have a recording of their own. On the CPU, by stand-ins for graphs."""
     plain, recorded = (run(model_of("llama", "cpu"), "cpu", graphs=graphs) for graphs in (False, True))
     assert StandInGraph.replays > 0
