@@ -114,7 +114,7 @@ def test_neither_order_nor_blocks_change_a_run(
         assert not any(isinstance(value, bytes) for answer in arrived.values() for value in answer)
         names = {file.name for file in (tmp_path / "other" / "server").iterdir()}
         assert all(
-            name.endswith((".json", ".safetensors")) for name in names
+            name.endswith((".json", ".jsonl", ".safetensors")) for name in names
         )  # no update has a name on the disk
         other.coordinator.finish_round(arrived, 0.0, [])
         assert not other.coordinator.rows.there

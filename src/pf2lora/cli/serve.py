@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,10 +101,9 @@ def serve(
     server = make_server(app, limits, tls_cert, tls_key)
     socket.listen()  # from here on callers are heard, so the address can be told
     typer.echo(address_of(socket, host, tls=tls_cert is not None))
-    try:
+    with suppress(KeyboardInterrupt):  # which may come out of it, or end it
         server.run(sockets=[socket])
-    except KeyboardInterrupt:
-        typer.echo("stopped", err=True)
+    typer.echo("stopped", err=True)
 
 
 def introduced(service: Service) -> list[str]:

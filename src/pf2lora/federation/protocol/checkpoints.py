@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,24 +83,23 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, run: str) -> None:
         self.folder, self.run = folder, run
-        self.lock: int | None = None
+        self.lock: weakref.finalize[..., CheckpointFolder] | None = None
 
     def open(self) -> None:
         """Make the folder and lock it."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
-                self.lock = acquire(self.folder)
+                self.lock = weakref.finalize(self, os.close, acquire(self.folder))
             except Busy:
                 raise StateFolderError(
                     f"the state folder {self.folder} is in use by another process", "busy"
                 ) from None
 
     def close(self) -> None:
-        """Give the folder back, as the end of the process does."""
+        """Give the folder back, as the end of this object and that of the process do."""
         if self.lock is not None:
-            os.close(self.lock)
-            self.lock = None
+            self.lock()
 
     def save(self, saved: Checkpoint) -> None:
         """Keep the state after a round."""
