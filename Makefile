@@ -13,16 +13,17 @@ demo: $(VENV)/.installed
 	$(BIN)/pf2lora demo --out runs/demo --force
 
 # Two workers, one thread each: more threads than cores slow each other down.
+WORKERS := -n 2
 test test-all: export OMP_NUM_THREADS = 1
 
 # Branch coverage is of what the numbers come from; it is measured here and must not fall.
 COVERAGE := $(foreach part,core methods engines run,--cov=pf2lora.$(part)) --cov-branch --cov-report=term:skip-covered --cov-fail-under=90
 
 test: $(VENV)/.installed lint
-	$(BIN)/pytest -m "not slow" -n 2 $(COVERAGE)
+	$(BIN)/pytest -m "not slow" $(WORKERS) $(COVERAGE)
 
 test-all: $(VENV)/.installed lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest $(WORKERS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .

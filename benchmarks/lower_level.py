@@ -55,6 +55,7 @@ RULES: dict[str, tuple[Settings, dict[str, Any]]] = {
     "auto": ({}, {}),
     # what is there, otherwise
     "no bias": ({"client_bias": False}, {}),
+    "head layer": ({"client_layer": True}, {}),
     "larger": ({}, {"ALPHA": 0.3}),
     "smaller": ({}, {"ALPHA": 0.03}),
     "short steps": ({}, {"ALPHA": 1.0, "LONGEST": 0.1}),

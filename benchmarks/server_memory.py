@@ -105,7 +105,6 @@ def measure(sites: int, numbers: int, rounds: int, wire: str, merge: str) -> dic
             requests = session.requests(list(names), set())
             spent = time.process_time() - began
             assert len({id(data) for data in requests.values()}) <= 2  # sites share what they are told
-            del requests
             answers = {}
             for name in names:
                 apart(partial(message, session, coder, number, name), Path(scratch) / "message")
@@ -114,6 +113,7 @@ def measure(sites: int, numbers: int, rounds: int, wire: str, merge: str) -> dic
                 answers[name] = session.arrived(name, data)
                 spent += time.process_time() - began
                 del data
+            del requests  # which the transport holds until all have answered
             began = time.process_time()
             session.finish_round(answers, 0.0, [])
             seconds.append(spent + time.process_time() - began)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
     from small_federation import Small
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never reach for a hub
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: a run looks through all objects for garbage before each method, which in a process with
+    every test module took as long as a tiny run."""
+    gc.collect()
+    gc.freeze()
+
 
 SHARED = Path(os.environ.get("PF2LORA_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 

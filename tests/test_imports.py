@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ ROOMS = {  # each room with those that it may look into; everybody may use what 
     "report": {"methods", "run", "tasks"},
     "reproduce": {"core", "data", "engines", "methods", "adapters", "run"},
     "federation": {"core", "data", "engines", "adapters", "methods", "tasks", "run", "report"},
-    "serve": {"data", "adapters", "tasks", "run"},
+    "serve": {"data", "adapters", "engines", "tasks", "run"},
     "cli": {"data", "methods", "tasks", "run", "report", "reproduce", "federation", "adapters", "serve"},
 }
 BESIDE = {"folder_lock", "errors", "settings", "registry", "atomic", "parsing"}
@@ -86,20 +88,32 @@ def test_packages_stay_in_their_rooms(package: str) -> None:
 
 
 def test_flare_is_at_arms_length() -> None:
-    """One package names it. The command line calls that package by a few modules, which load it when they need it; the
-    protocol does not know that there is one."""
-    fronts = {"admin", "doctor", "keys", "processes", "provision", "rehearse"}
+    """One package names it, and one door leads there: `federation/engine.py`, which loads it when it is asked for."""
+    door, front = "federation/engine.py", "pf2lora.federation.flare"
     for path in FILES:
         place, text = path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf8")
         if place.startswith("federation/flare/"):
-            if path.stem in fronts:
-                assert not re.search(r"^(?:from|import) nvflare\b", text, flags=re.MULTILINE), place
             continue
         assert place == "federation/__init__.py" or not re.search(r"\bnvflare\b", text), (
             f"{place} names FLARE"
         )
-        called = re.findall(r"federation\.flare(?:\.| import )(\w+)", text)
-        assert not called or (place.startswith("cli/") and fronts.issuperset(called)), f"{place}: {called}"
+        called = {module for module in imports(path) if module.startswith(front)}
+        assert not called or (place == door and called == {front}), f"{place} goes past the door: {called}"
+
+
+def test_the_door_has_what_an_engine_must_do_and_loads_it_late() -> None:
+    from pf2lora.federation.engine import Engine
+
+    asked = {name for name in vars(Engine) if not name.startswith("_")}
+    tree = ast.parse((SOURCE / "federation" / "flare" / "front.py").read_text(encoding="utf8"))
+    (offered,) = (
+        {name.value for name in node.value.elts if isinstance(name, ast.Constant)}
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List)
+    )
+    assert len(asked) > 15 and asked == offered
+    line = "import sys, pf2lora.federation.engine; sys.exit(bool({'nvflare', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", line], check=False).returncode == 0
 
 
 def test_methods_are_named_in_one_place() -> None:
@@ -141,8 +155,6 @@ def test_the_core_needs_little() -> None:
 
 
 def sys_stdlib() -> frozenset[str]:
-    import sys
-
     return sys.stdlib_module_names
 
 

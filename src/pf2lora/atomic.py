@@ -10,7 +10,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,11 @@ def partial_name(path: Path) -> Path:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
+    """A file of these bytes, whole or not at all."""
+    write_pieces(path, [data])
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Write to a neighbour, flush it to the disk, rename: readers see the old content or the new, never a part.
 
     Whatever stops it leaves the old content and no neighbour behind.
@@ -51,7 +56,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     try:
         with writing(path):
             with partial.open("wb") as file:
-                file.write(data)
+                file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)

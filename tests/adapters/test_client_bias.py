@@ -50,6 +50,32 @@ def test_a_last_layer_without_a_bias_has_none_of_another_layer() -> None:
 
 
 @pytest.mark.parametrize("client_rank", [0, 2])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_y_may_have_all_of_the_heads_last_layer(kind: str, client_rank: int) -> None:
+    """Three clients at once: each has its own last layer, which is the common one and a correction from zero."""
+    model = tiny_two_level(kind, client_layer=True, client_rank=client_rank)
+    own = [entry for entry in model.personal_layout.entries if entry.kind == "head"]
+    if not model.heads:
+        assert own == []
+        return
+    last = model.common_layout.entries[-1].module
+    assert own == [e for e in model.common_layout.entries if e.kind == "head" and e.module == last]
+    x, y = model.initial(0, ["a", "b", "c"], torch.float64)
+    parts = model.personal_layout.unpack(y)
+    assert all(not parts[entry.name].any() for entry in own)
+    y = torch.cat([y[:, : -sum(e.size for e in own)], torch.randn(3, sum(e.size for e in own)).double()], 1)
+    moved = model.common_layout.unpack(x.clone())
+    for name, change in model.personal_layout.unpack(y).items():
+        if name in {entry.name for entry in own}:
+            moved[name] = moved[name] + change
+    common = model.common_layout.pack(moved)
+    zeros = y.clone()
+    zeros[:, -sum(e.size for e in own) :] = 0
+    batch = {name: t.repeat(3, 1) for name, t in inputs().items()}
+    torch.testing.assert_close(model(x, y, **batch).logits, model(common, zeros, **batch).logits)
+
+
+@pytest.mark.parametrize("client_rank", [0, 2])
 @pytest.mark.parametrize("kind", BIASED)
 def test_logits_are_those_of_the_common_head_and_the_bias(kind: str, client_rank: int) -> None:
     """Three clients at once, each with its own; the rest of y is what it is without."""
@@ -81,10 +107,11 @@ def test_it_starts_from_zero_where_the_head_does_not(kind: str, tmp_path: Path) 
     torch.testing.assert_close(ours, logits(plain_model(kind, tmp_path)), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("own", ["client_bias", "client_layer"])
 @pytest.mark.parametrize("head", ["shared", "personal"])
 @pytest.mark.parametrize("kind", BIASED)
-def test_plain_peft_and_merged_models_have_it(kind: str, head: str, tmp_path: Path) -> None:
-    model = two_level(kind, tmp_path, head=head, client_bias=True)
+def test_plain_peft_and_merged_models_have_it(kind: str, head: str, own: str, tmp_path: Path) -> None:
+    model = two_level(kind, tmp_path, head=head, **{own: True})
     x, y = random_client(model)
     without = y.clone()
     without[:, -LABELS:] = 0
@@ -126,6 +153,13 @@ def test_which_runs_have_one(changes: dict[str, Any], biased: bool) -> None:
     config = from_settings({"model": "m", "clients": ["c"]} | changes, "test")
     assert adapter_spec(config, "pf2lora").client_bias is biased
     assert adapter_spec(config, "homlora").client_bias is False  # there is no y
+
+
+def test_the_heads_last_layer_is_corrected_where_a_method_says_nothing_else() -> None:
+    config = from_settings({"client_layer": True, "model": "m", "clients": ["a", "b"]}, "test")
+    assert adapter_spec(config, "pf2lora").client_head == ("weight", "bias")
+    assert adapter_spec(config, "homlora-bias").client_head == ("bias",)  # which is what it is
+    assert adapter_spec(config, "homlora").client_head == ()
 
 
 @pytest.fixture(scope="module")

@@ -127,9 +127,10 @@ def test_compiled_layers(kind: str, repeated: bool, monkeypatch: pytest.MonkeyPa
     for ours, expected in zip(loss_and_gradients(model, x, y, whole()), plain):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
     counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"]
     assert (
-        not counters["graph_break"] and counters["stats"]["unique_graphs"] == 2
-    )  # the first layer's input is fixed
+        counters["stats"]["unique_graphs"] == 3
+    )  # a layer, the first one, whose input is fixed, and the loss
     torch._dynamo.reset()
 
 
@@ -155,7 +156,8 @@ def test_only_passes_with_a_gradient_are_compiled(kind: str, monkeypatch: pytest
             base.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)  # type: ignore[operator]
         assert not calls
         loss_and_gradients(model, x, y, whole())
-        assert calls == [True] * len(stacked_layers(model.model, model.adapted))
+        layers = [True] * len(stacked_layers(model.model, model.adapted))
+        assert calls == [*layers, False]  # the loss, whose gradient is made in the forward pass
         return
     p = tiny_problem(kind)
     model_of(p).compile()
@@ -169,10 +171,9 @@ def test_only_passes_with_a_gradient_are_compiled(kind: str, monkeypatch: pytest
 def test_a_run_of_many_lengths_is_compiled_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond its limit torch would run passes as they are without a word."""
     limits = torch._dynamo.config
-    monkeypatch.setattr(limits, "recompile_limit", 8)
-    monkeypatch.setattr(limits, "accumulated_recompile_limit", 256)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    model_of(tiny_problem("roberta")).compile(1)
-    assert limits.recompile_limit == 64
-    model_of(tiny_problem("roberta")).compile(100)
-    assert limits.recompile_limit == 400 <= limits.accumulated_recompile_limit
+    with limits.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+        model_of(tiny_problem("roberta")).compile(1)
+        assert limits.recompile_limit == 64
+        model_of(tiny_problem("roberta")).compile(100)
+        assert limits.recompile_limit == 400 <= limits.accumulated_recompile_limit

@@ -19,12 +19,12 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
-from site_executor import HELLO, ask, context_of
+from site_executor import HELLO, ask, context_of, executor_of
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.controller import FederationController
 from pf2lora.federation.flare.exchange import body
-from pf2lora.federation.flare.executor import BODY, AllowListFilter, SiteExecutor
+from pf2lora.federation.flare.executor import BODY, AllowListFilter
 from pf2lora.federation.flare.presence import NewJob
 from pf2lora.federation.flare.resumer import note
 from pf2lora.federation.protocol.messages import Malformed, decode, encode
@@ -220,7 +220,7 @@ def kit(tmp_path: Path) -> Path:
 
 
 def test_a_site_answers_and_its_filter_lets_it_pass(kit: Path) -> None:
-    executor, context = SiteExecutor(make_plan(sites=SITES[:1]).to_json()), context_of(SITES[0], kit)
+    executor, context = executor_of(make_plan(sites=SITES[:1]), kit.parent), context_of(SITES[0], kit)
     reply = ask(executor, context, HELLO)
     assert AllowListFilter().process(reply, context) is reply
     assert decode(reply[BODY]).fields["kind"] == "hello"
@@ -230,7 +230,7 @@ def test_a_site_answers_and_its_filter_lets_it_pass(kit: Path) -> None:
 
 
 def test_a_site_writes_down_where_it_stands_for_itself(kit: Path) -> None:
-    executor, context = SiteExecutor(make_plan(sites=SITES[:1]).to_json()), context_of(SITES[0], kit)
+    executor, context = executor_of(make_plan(sites=SITES[:1]), kit.parent), context_of(SITES[0], kit)
     sent = [len(ask(executor, context, HELLO)[BODY])]
     request = encode({"kind": "train", "round": 1})
     reply = ask(executor, context, request)
@@ -280,7 +280,7 @@ def test_a_sites_problem_is_a_code_to_the_server_and_a_line_at_home(
     kit: Path, broken: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = broken(kit)
-    executor, context = SiteExecutor(make_plan(sites=SITES[:1]).to_json()), context_of(SITES[0], kit)
+    executor, context = executor_of(make_plan(sites=SITES[:1]), kit.parent), context_of(SITES[0], kit)
     for request in (HELLO, encode({"kind": "train", "round": 3})):
         number = decode(request).round
         reply = AllowListFilter().process(ask(executor, context, request), context)
@@ -291,7 +291,7 @@ def test_a_sites_problem_is_a_code_to_the_server_and_a_line_at_home(
 def test_a_site_says_that_it_cannot_use_the_servers_message(kit: Path) -> None:
     import torch
 
-    executor, context = SiteExecutor(make_plan(sites=SITES[:1]).to_json()), context_of(SITES[0], kit)
+    executor, context = executor_of(make_plan(sites=SITES[:1]), kit.parent), context_of(SITES[0], kit)
     ask(executor, context, HELLO)
     reply = ask(executor, context, encode({"kind": "train", "round": 1}, {"x": torch.zeros(2)}))
     assert decode(reply[BODY]).fields["code"] == "message"

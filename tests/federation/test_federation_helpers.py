@@ -17,11 +17,11 @@ from torch import Tensor
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
 import psutil
-from site_executor import HELLO, ask, context_of
+from site_executor import HELLO, ask, context_of, executor_of
 
 from pf2lora.engines.helpers import Helpers
 from pf2lora.errors import UserError
-from pf2lora.federation.flare.executor import BODY, AllowListFilter, SiteExecutor
+from pf2lora.federation.flare.executor import BODY, AllowListFilter
 from pf2lora.federation.protocol.checkup import SiteCheckup
 from pf2lora.federation.protocol.messages import Message, decode, encode
 from pf2lora.federation.protocol.plan import Plan
@@ -39,7 +39,8 @@ class Site:
 
     def __init__(self, plan: Plan, file: Path, processes: int) -> None:
         self.file = with_processes(file, processes)
-        self.executor, self.context = SiteExecutor(plan.to_json()), context_of(SITE, self.file.parent)
+        self.executor = executor_of(plan, self.file.parent.parent)
+        self.context = context_of(SITE, self.file.parent)
 
     def asked(self, request: bytes) -> Message:
         reply = ask(self.executor, self.context, request)

@@ -24,12 +24,13 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 from pf2lora import federation
 from pf2lora.cli.federation import app
 from pf2lora.errors import UserError
-from pf2lora.federation.flare import admin
+from pf2lora.federation.flare import processes
 from pf2lora.federation.flare.admin import session, write_job
 from pf2lora.federation.flare.processes import check_port, open_kit, start
 from pf2lora.federation.flare.provision import Project, provision, read_project
 from pf2lora.federation.protocol.identity import Authority, KitIdentity
 from pf2lora.federation.protocol.secure_sum import Refused
+from pf2lora.federation.protocol.signed_plan import SignedPlan
 from pf2lora.federation.protocol.site_setup import read_site_file
 
 MEMBER = "guest@example.org"
@@ -115,7 +116,7 @@ def test_kits_are_hardened(kits: dict[str, Path]) -> None:
 
 def test_a_job_carries_a_plan_and_nothing_else(tmp_path: Path) -> None:
     plan = make_plan("pf2lora")
-    job = write_job(plan, tmp_path)
+    job = write_job(plan, SignedPlan(plan.to_json()), tmp_path)
     files = sorted(str(p.relative_to(job)) for p in job.rglob("*") if p.is_file())
     assert files == ["app/config/config_fed_client.json", "app/config/config_fed_server.json", "meta.json"]
     text = "".join(p.read_text() for p in job.rglob("*.json"))
@@ -178,7 +179,7 @@ def test_a_lead_hears_of_its_own_certificate(
     with pytest.raises(UserError, match="no server answers"), session(lead):
         pass
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(admin, "days_left", lambda kit: 29)
+    monkeypatch.setattr(processes, "days_left", lambda kit: 29)
     with pytest.raises(UserError, match="no server answers"), session(lead):
         pass
     assert "the certificate of lead@pf2lora.local ends in 29 days: renew it" in capsys.readouterr().err
@@ -232,7 +233,8 @@ def test_what_is_no_kit_is_said(tmp_path: Path, kits: dict[str, Path]) -> None:
         start(open_kit(kits["clinic-b"]))
 
 
-def test_no_server_is_one_line(kits: dict[str, Path]) -> None:
+def test_no_server_is_one_line(kits: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pf2lora.federation.flare.admin.ANSWER", 1.0)
     with (
         pytest.raises(UserError, match="no server answers at localhost:18200"),
         session(kits["lead@pf2lora.local"]),
@@ -292,7 +294,8 @@ def test_commands_check_their_input_before_they_do_anything(tmp_path: Path, kits
 
 def test_every_class_that_a_kit_or_a_job_names_is_there(tmp_path: Path, kits: dict[str, Path]) -> None:
     """They are names in files: nothing else tells when a class has moved."""
-    write_job(make_plan("pf2lora"), tmp_path)
+    plan = make_plan("pf2lora")
+    write_job(plan, SignedPlan(plan.to_json()), tmp_path)
     files = [
         *tmp_path.rglob("*.json"),
         *kits["server"].glob("local/*.json"),

@@ -265,13 +265,13 @@ def test_a_layout_survives_its_description(asked: Asked) -> None:
 def test_each_end_decodes_a_message_once(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = small.coordinator.requests(list(SITES), set())
     decoded: list[object] = []
-    load = messages.load
+    views = messages.views
 
-    def counted(data: bytes) -> Any:
+    def counted(data: bytes, start: int, header: Any) -> Any:
         decoded.append(data)
-        return load(data)
+        return views(data, start, header)
 
-    monkeypatch.setattr(messages, "load", counted)
+    monkeypatch.setattr(messages, "views", counted)
     answers = {s: small.sessions[s].answer(read_request(request)) for s, request in requests.items()}
     assert decoded == list(requests.values())
     decoded.clear()

@@ -20,7 +20,7 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 from pf2lora.cli.federation import app
 from pf2lora.cli.federation_watch import happened
 from pf2lora.errors import UserError
-from pf2lora.federation.flare import processes
+from pf2lora.federation.flare import front, processes
 from pf2lora.federation.flare.processes import free_port
 from pf2lora.federation.protocol.kit_events import KitEvents
 from pf2lora.federation.protocol.metrics import Participant, address, exposition, published, runs
@@ -175,7 +175,7 @@ def test_join_writes_events_and_nothing_else_to_standard_output(
 
     kit = processes.Kit(tmp_path, "clinic-a", False, {"servers": [{"service": {"target": "localhost:1"}}]})
     ends = SimpleNamespace(not_valid_after_utc=datetime(2100, 1, 1, tzinfo=UTC))
-    monkeypatch.setattr(processes, "open_kit", lambda folder: kit)
+    monkeypatch.setattr(front, "open_kit", lambda folder: kit)
     monkeypatch.setattr(processes, "certificates", lambda kit: (ends, ends))
 
     def runs_for_a_while(kit: processes.Kit, meanwhile: Any, log: Any) -> int:
@@ -184,7 +184,7 @@ def test_join_writes_events_and_nothing_else_to_standard_output(
         meanwhile()
         return 3
 
-    monkeypatch.setattr(processes, "in_foreground", runs_for_a_while)
+    monkeypatch.setattr(front, "in_foreground", runs_for_a_while)
     file = tmp_path / "x.prom"
     done = CliRunner().invoke(app, ["join", str(tmp_path), "--log", "json", "--metrics", str(file)])
     assert done.exit_code == 3 and not file.exists()

@@ -26,7 +26,7 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 
 from pf2lora.cli.federation import app
 from pf2lora.errors import UserError
-from pf2lora.federation.flare import admin, keys, processes
+from pf2lora.federation.flare import admin, front, keys, processes
 from pf2lora.federation.flare.keys import (
     check_known,
     make_authority,
@@ -205,7 +205,7 @@ def test_folders_that_hold_something_are_left_alone(made: Made) -> None:
 
 
 def test_join_speaks_of_a_certificate_that_ends_soon(monkeypatch: pytest.MonkeyPatch, made: Made) -> None:
-    monkeypatch.setattr(processes, "in_foreground", lambda *how: 0)
+    monkeypatch.setattr(front, "in_foreground", lambda *how: 0)
     kit = made.root / "kits" / "site-1"
     assert "ends in" not in CliRunner().invoke(app, ["join", str(kit)]).output
     monkeypatch.setattr(processes, "days_left", lambda kit: 29)

@@ -25,6 +25,7 @@ from pf2lora.federation.flare import admin, processes
 from pf2lora.federation.protocol.checkpoints import BEST, CheckpointFolder
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.federation.protocol.signed_plan import SignedPlan
 from pf2lora.federation.protocol.site_setup import build
 
 # --- only x leaves ------------------------------------------------------------------------------------------
@@ -267,8 +268,8 @@ def test_a_job_with_code_or_with_another_class_does_not_run(
     plan = make_plan("pf2lora", SITES[:2], config={"rounds": 2}, deadline=60)
     write = admin.write_job
 
-    def tampered(plan: Plan, folder: Path) -> Path:
-        job = write(plan, folder)
+    def tampered(plan: Plan, signed: SignedPlan, folder: Path) -> Path:
+        job = write(plan, signed, folder)
         proof = f"open({str(tmp_path / 'proof')!r}, 'w').close()\n"
         if kind == "code":
             (job / "app" / "custom").mkdir()

@@ -53,7 +53,7 @@ def test_a_message_is_no_longer_than_one_can_be(small: Small, monkeypatch: pytes
         decode((LONGEST_HEADER + 1).to_bytes(8, "little"))
     with pytest.raises(Malformed, match="at most"):  # nobody knows yet what an adapter looks like
         session.register("site-1", bytes(LONGEST_HEADER + 1))
-    monkeypatch.setattr(messages, "load", lambda data: pytest.fail("it was read"))
+    monkeypatch.setattr(messages, "strict_json", lambda text: pytest.fail("it was read"))
     assert session.arrived("site-1", bytes(longest + 1)).why
 
 

@@ -43,6 +43,7 @@ from pf2lora.federation.protocol.run_status import (
     run_folder,
     write_status,
 )
+from pf2lora.federation.protocol.signed_plan import SignedPlan
 
 
 class Server:
@@ -53,7 +54,8 @@ class Server:
         parts = {"job_store": FilesystemStorage(), SystemComponents.JOB_MANAGER: self.store}
         self.there: list[str] = []  # sites that are connected
         clients = lambda: [SimpleNamespace(name=site) for site in self.there]  # noqa: E731
-        engine = Mock(spec=ServerEngineSpec, get_component=parts.get, get_clients=clients, get_cell=Mock())
+        engine = Mock(spec=ServerEngineSpec, get_component=parts.get, get_clients=clients)
+        engine.get_cell, engine.server = Mock(), Mock()
         self.context = FLContext()
         self.context.get_engine = lambda: engine
 
@@ -153,7 +155,8 @@ def test_a_queued_run_says_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch) ->
     class Queue(Lead):
         def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
             with TemporaryDirectory() as folder:
-                meta = json.loads((admin.write_job(plan, Path(folder)) / "meta.json").read_text())
+                job = admin.write_job(plan, SignedPlan(plan.to_json()), Path(folder))
+                meta = json.loads((job / "meta.json").read_text())
             return [meta | {"job_id": "x", "status": "SUBMITTED", "submit_time": 0}]
 
         def get_system_info(self) -> Any:

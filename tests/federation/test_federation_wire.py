@@ -40,7 +40,7 @@ def test_what_rounding_leaves_over_is_sent_later(wire: Wire) -> None:
     residuals: list[dict[str, Tensor]] = [{}, {}, {}]
     lost = torch.zeros_like(x)
     for number in range(2, 12):
-        change = wire.answer(LAYOUT, x - held.double())
+        change = wire.answer(LAYOUT, x, held)
         before, held = x - held.double(), moved(LAYOUT, held, change)
         assert (x - held.double()).abs().max() <= before.abs().max() / 100
         served = messages.to_tensors(LAYOUT, held.double(), None, torch.float64)

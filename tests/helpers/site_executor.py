@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+from masked_federation import authority_of, write_kit
 from nvflare.apis.fl_constant import FLContextKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from pf2lora.federation.flare.executor import BODY, SiteExecutor
+from pf2lora.federation.protocol.identity import KitIdentity
 from pf2lora.federation.protocol.messages import encode
+from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.signed_plan import SignedPlan
 
 HELLO = encode({"kind": "hello", "round": 1})
 
@@ -23,6 +29,21 @@ def context_of(site: str, kit: Path) -> FLContext:
     workspace = SimpleNamespace(get_site_config_dir=lambda: str(kit))
     context.set_prop(FLContextKey.WORKSPACE_OBJECT, workspace, private=True, sticky=False)
     return context
+
+
+def lead_of(kit: Path) -> KitIdentity:
+    """The lead of a federation whose authority the kit knows."""
+    folder = kit / "lead"
+    made = KitIdentity.of(folder) if folder.exists() else None
+    made = made or write_kit(folder, "lead@example.org", authority_of(kit), role="lead")
+    (kit / "startup").mkdir(exist_ok=True)
+    shutil.copy(folder / "rootCA.pem", kit / "startup")
+    return made
+
+
+def executor_of(plan: Plan, kit: Path) -> SiteExecutor:
+    """The executor of a plan that the lead has signed."""
+    return SiteExecutor(**asdict(SignedPlan.by(lead_of(kit), plan)))
 
 
 def ask(executor: SiteExecutor, context: FLContext, request: bytes) -> Shareable:

@@ -68,10 +68,12 @@ def run(world: World, out: Path) -> None:
     pf2lora.federate(**world.settings(**SETTINGS, method=METHODS), out=out, resume=True)
 
 
-def disk_calls(world: World, out: Path) -> int:
+@pytest.fixture(scope="module")
+def disk_calls(world: World, expected: dict[str, bytes]) -> int:
     """How often a whole run does something to the disk."""
-    with dying_at(0) as count:
-        run(world, out)
+    with clocks_standing_still(), dying_at(0) as count:
+        run(world, world.root / "run")
+    shutil.rmtree(world.root / "run")
     return count[0]
 
 
@@ -100,22 +102,22 @@ def can_be_read(out: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_anywhere_between_two_writes(
-    seed: int, world: World, out: Path, expected: dict[str, bytes]
+    seed: int, world: World, disk_calls: int, out: Path, expected: dict[str, bytes]
 ) -> None:
     """In a save, between two of its files, at its rename, while an old one goes, while adapters are written."""
-    calls = disk_calls(world, out)
-    assert calls > 100
-    shutil.rmtree(out)
-    chosen = random.Random(seed).sample(range(2, calls), 3)
+    assert disk_calls > 100
+    chosen = random.Random(seed).sample(range(2, disk_calls), 3)
     die_and_go_on(world, out, chosen)
     same(contents(out), expected)
 
 
 @pytest.mark.slow
-def test_killed_at_every_write_of_two_saves(world: World, out: Path, expected: dict[str, bytes]) -> None:
-    calls = disk_calls(world, out)
-    for call in sorted({*range(2, calls, max(1, calls // 60)), *range(calls - 14, calls + 1)}):
-        shutil.rmtree(out)
+def test_killed_at_every_write_of_two_saves(
+    world: World, disk_calls: int, out: Path, expected: dict[str, bytes]
+) -> None:
+    last = range(disk_calls - 14, disk_calls + 1)
+    for call in sorted({*range(2, disk_calls, max(1, disk_calls // 60)), *last}):
+        shutil.rmtree(out, ignore_errors=True)
         die_and_go_on(world, out, [call])
         same(contents(out), expected)
 
@@ -276,12 +278,10 @@ def failing_at(call: int, number: int = errno.ENOSPC) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("part", range(1, 10))
 def test_a_disk_that_fills_up_leaves_a_run_that_goes_on(
-    part: int, world: World, out: Path, expected: dict[str, bytes]
+    part: int, world: World, disk_calls: int, out: Path, expected: dict[str, bytes]
 ) -> None:
     """Whichever write is the first to fail: one line with the command, and the last checkpoint is whole."""
-    calls = disk_calls(world, out)
-    shutil.rmtree(out)
-    with failing_at(calls * part // 10), pytest.raises(UserError) as error:
+    with failing_at(disk_calls * part // 10), pytest.raises(UserError) as error:
         run(world, out)
     line = str(error.value)
     assert "\n" not in line and "No space left on device" in line, line

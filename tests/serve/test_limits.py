@@ -111,6 +111,7 @@ def test_the_end_waits_for_a_text_and_tells_those_who_wait(generation_run: Path)
     ("error", "status", "words"),
     [
         (torch.OutOfMemoryError("CUDA out of memory: 3 GiB of north's"), 503, "the device's memory is full"),
+        (RuntimeError("CUDA error: out of memory"), 503, "the device's memory is full"),
         (UserError("a row that\ncannot be used"), 400, "a row that cannot be used"),
         (RuntimeError("secret words of a prompt"), 500, "the model failed (RuntimeError)"),
         (busy(), 429, "too many requests"),

@@ -33,7 +33,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "xlm-roberta": BERT_LIKE,
     "electra": BERT_LIKE,
     "mpnet": Architecture(("attn.q", "attn.v"), attention="bidirectional"),
-    "distilbert": Architecture(("q_lin", "v_lin"), extra_head=("pre_classifier",)),
+    "distilbert": Architecture(("q_lin", "v_lin"), extra_head=("pre_classifier",), attention="bidirectional"),
     "deberta-v2": Architecture(("query_proj", "value_proj"), extra_head=("pooler",)),
     "gpt2": Architecture(
         ("attn.c_attn",), fused=("q", "k", "v"), adapted_parts=("q", "v"), attention="causal"

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
+from pf2lora.adapters.in_place import adapted_linear
 from pf2lora.adapters.quantised import QuantisedLinear
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.core.randomness import keep_mask
+from pf2lora.core.second_order import is_differentiated_twice
 
 Projection = nn.Linear | Conv1D | QuantisedLinear
 """The linear layers that can be adapted."""
@@ -42,6 +44,7 @@ class Adapted(nn.Module):
         self.in_features, self.out_features = sizes(base)
         self.factors: tuple[Tensor, Tensor] | None = None  # (M, R, n) and (M, m, R) of all parts
         self.key: Tensor | None = None
+        self.in_place = False  # on an accelerator, whether the addition is made where the product lies
         self.shares_input_with: list[
             Adapted
         ] = []  # the layer that gets the same input next (a list: it is no submodule)
@@ -53,6 +56,7 @@ class Adapted(nn.Module):
     def bind(self, factors: Mapping[str, tuple[Tensor, Tensor]], key: Tensor | None) -> None:
         """Take the adapters of M clients. The parts of a fused projection become one pair, block by block."""
         self.key = key
+        self.in_place = not isinstance(self.base, QuantisedLinear) and not is_differentiated_twice()
         downs, ups = zip(*(factors[part.name] for part in self.parts))
         if len(self.parts) == 1:
             self.factors = downs[0], ups[0]
@@ -68,14 +72,18 @@ class Adapted(nn.Module):
         self.factors = self.key = self.handed = None
 
     def forward(self, u: Tensor) -> Tensor:
-        out = self.base(u)
         if self.factors is None:
-            return out
+            return self.base(u)
         clients = self.factors[0].shape[0]
         if u.shape[0] % clients:
             raise ValueError(f"a batch of {u.shape[0]} examples cannot be shared out among {clients} clients")
-        grouped = out.view(clients, -1, self.out_features)
-        return torch.baddbmm(grouped, self.narrow(u), self.factors[1].mT).view(out.shape)
+        up = self.factors[1]
+        if self.in_place and u.is_cuda and torch.is_grad_enabled():
+            weight = self.base.weight.mT if isinstance(self.base, Conv1D) else self.base.weight
+            flat = adapted_linear(u.reshape(-1, self.in_features), weight, self.base.bias, self.narrow(u), up)
+            return flat.view(*u.shape[:-1], self.out_features)
+        out = self.base(u)
+        return torch.baddbmm(out.view(clients, -1, self.out_features), self.narrow(u), up.mT).view(out.shape)
 
     def narrow(self, u: Tensor) -> Tensor:
         """`u [A; C]ᵀ (M, rows, R)`: computed here, or already by the layer before, which has the same input."""

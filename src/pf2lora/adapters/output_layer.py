@@ -5,6 +5,7 @@ Logits of all positions would be a step's largest tensor by far, and most of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ class OutputLayer:
     bias: Tensor | None = None
     softcap: float | None = None
     filled: Tensor | None = None  # the weight with rows of zeros behind it, where fast products want eights
+    compiled: Callable[..., Any] | None = None  # `loss_and_slope` in a few kernels
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(positions, vocabulary), rounded as the model itself rounds them."""
@@ -36,6 +38,10 @@ class OutputLayer:
 
     def bounded(self, raw: Tensor) -> Tensor:
         return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
+
+    def set_passes(self, *, compiled: bool) -> None:
+        """Whether torch compiles what is made of the logits where a gradient is taken."""
+        self.compiled = torch.compile(loss_and_slope, dynamic=False) if compiled else None
 
     def in_eights(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias for as many words as fast products want: GPT-2's 50,257 are odd."""
@@ -85,6 +91,25 @@ def losses_of(layer: OutputLayer, hidden: Tensor, wanted: Tensor, dtype: torch.d
     return losses
 
 
+def loss_and_slope(
+    raw: Tensor, wanted: Tensor, words: int, softcap: float | None, dtype: torch.dtype, sloped: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The loss `(n,)` of each position and, if it is wanted, its gradient by the `raw` logits `(n, words and what fills
+    them up)`, which are written over. `softcap` is `OutputLayer.bounded`'s."""
+    logits = raw if softcap is None else torch.tanh(raw / softcap) * softcap
+    logits[:, words:] = -torch.inf  # what only fills up is nobody's next word
+    logs = torch.log_softmax(logits, -1, dtype=dtype)
+    right = logs.gather(1, wanted.unsqueeze(1))
+    if not sloped:
+        return -right.squeeze(1), None
+    # p − 1 at the target in full precision: near p = 1, rounding p first would leave nothing of it.
+    slope = logs.exp_().to(raw.dtype).scatter_(1, wanted.unsqueeze(1), right.expm1().to(raw.dtype))
+    if softcap is not None:
+        slope *= 1 - (logits / softcap).square()
+        slope[:, words:] = 0
+    return -right.squeeze(1), slope
+
+
 class ChunkedLosses(torch.autograd.Function):
     """The losses with their gradients by the hidden states, both made chunk by chunk in the forward pass: no logits are
     kept. A loss has one number for each position, so its gradient is what comes back times the gradient made here."""
@@ -94,24 +119,12 @@ class ChunkedLosses(torch.autograd.Function):
         losses = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         (weight, bias), words = layer.in_eights(), len(layer.weight)
+        find = layer.compiled if layer.compiled and slopes is not None else loss_and_slope
         for chunk in chunks(len(hidden), len(weight)):
-            logits = layer.bounded(linear(hidden[chunk], weight, bias))
-            logits[:, words:] = -torch.inf  # what only fills up is nobody's next word
-            logs = torch.log_softmax(logits, -1, dtype=dtype)
-            right = logs.gather(1, wanted[chunk].unsqueeze(1))
-            losses[chunk] = -right.squeeze(1)
-            if slopes is None:
-                continue
-            # p − 1 at the target in full precision: near p = 1, rounding p first would leave nothing of it.
-            slope = (
-                logs.exp_()
-                .to(hidden.dtype)
-                .scatter_(1, wanted[chunk].unsqueeze(1), right.expm1().to(hidden.dtype))
-            )
-            if layer.softcap is not None:
-                slope *= 1 - (logits / layer.softcap).square()
-                slope[:, words:] = 0
-            torch.mm(slope, weight, out=slopes[chunk])
+            raw = linear(hidden[chunk], weight, bias)
+            losses[chunk], slope = find(raw, wanted[chunk], words, layer.softcap, dtype, slopes is not None)
+            if slopes is not None and slope is not None:
+                torch.mm(slope, weight, out=slopes[chunk])
         ctx.save_for_backward(slopes)
         return losses
 

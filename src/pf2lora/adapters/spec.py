@@ -17,8 +17,9 @@ class AdapterSpec:
 
     `targets` are module names, name endings or patterns (`*.3.*.query`); empty takes the architecture's query and
     value, "all-linear" every linear layer but the head's and the output layer, as PEFT does. `client_bias` adds, to the
-    client's own adapter, a bias for each output of the head's last layer, where that has a bias at all. `head` is
-    trained with x and averaged ("shared"), trained and never sent ("personal"), or "frozen".
+    client's own adapter, a bias for each output of the head's last layer, where that has a bias at all; `client_layer`
+    adds all of that layer's weights, too. `head` is trained with x and averaged ("shared"), trained and never sent
+    ("personal"), or "frozen".
     """
 
     rank: int = setting(8, "rank r of the common adapter", everyday=True)
@@ -34,6 +35,14 @@ class AdapterSpec:
         None,
         "the client's own adapter has a bias for each of the head's outputs (default: with --client-lr auto)",
     )
+    client_layer: bool = setting(
+        False, "the client's own adapter has a correction of the head's whole last layer, its bias included"
+    )
+
+    @property
+    def client_head(self) -> tuple[str, ...]:
+        """Which parameters of the head's last layer the client corrects."""
+        return ("weight", "bias") if self.client_layer else ("bias",) if self.client_bias else ()
 
     def __post_init__(self) -> None:
         if self.rank < 1:

@@ -118,10 +118,8 @@ class TwoLevelModel:
             common += [
                 Entry(name, "head", tuple(p.shape), which) for which, p in head.base.named_parameters()
             ]
-        if self.spec.client_bias:
-            own += [
-                e for e in common if (e.kind, e.module, e.parameter) == ("head", common[-1].module, "bias")
-            ]
+        last = [e for e in common if e.kind == "head" and e.module == common[-1].module]
+        own += [e for e in last if e.parameter in self.spec.client_head]
         shared = sum(e.size for e in common) if self.spec.head == "shared" else adapter
         return Layout(tuple(common), shared), Layout(tuple(own), 0)
 
@@ -131,7 +129,7 @@ class TwoLevelModel:
         """The first x and y: the same A for every client, each client its own C, as LoRA initialises A; B = D = 0.
 
         A head that the checkpoint holds starts from it, a new one as transformers starts it, by the seed. A client's
-        own bias is added to the head's and starts from zero.
+        own part of the head is added to it and starts from zero.
         """
         heads = {
             f"{name}.{which}": parameter
@@ -148,9 +146,9 @@ class TwoLevelModel:
             return torch.cat(values) if values else torch.zeros(0)
 
         common = row(self.common_layout, heads, "common").to(dtype).expand(len(names), -1).clone()
-        return common, torch.stack([row(self.personal_layout, {}, "client", name) for name in names]).to(
-            dtype
-        )
+        zeros = {e.name: torch.zeros(e.size) for e in self.personal_layout.entries if e.kind == "head"}
+        own = [row(self.personal_layout, zeros, "client", name) for name in names]
+        return common, torch.stack(own).to(dtype)
 
     def __call__(
         self,
@@ -247,6 +245,8 @@ class TwoLevelModel:
             self._set_passes()
 
     def _set_passes(self) -> None:
+        if self.output_layer is not None:
+            self.output_layer.set_passes(compiled=self.compiles_layers)
         for layer in stacked_layers(self.model, self.adapted):
             set_passes(layer, repeated=self.repeats_layers, compiled=self.compiles_layers)
         for (
@@ -293,8 +293,8 @@ class TwoLevelModel:
             else:
                 both = up(block, of_client, self.spec.scaling, self.spec.client_scaling)
                 ups.extend(aligned(both.to(self.dtype), -1).unbind(1))
-        for block in own:  # the client's bias
-            name = self.personal_layout.entries[-1].name
+        corrected = [run[0].name for run in self.personal_layout.runs if run[0].kind == "head"]
+        for name, block in zip(corrected, own, strict=True):
             heads[name] = heads[name] + block[:, 0].to(heads[name])
         return dict(zip(self.layer_names, zip(downs, ups))), heads
 

@@ -15,6 +15,7 @@ from pf2lora.cli.federation_site import approve, read_limits, verify
 from pf2lora.cli.federation_watch import LeadKit, status, watch
 from pf2lora.cli.options import WRITTEN, ListCommand, configured, read_config
 from pf2lora.errors import UserError
+from pf2lora.federation.engine import engine
 
 app = typer.Typer(help="Federate across machines (NVIDIA FLARE).", no_args_is_help=True)
 
@@ -100,13 +101,9 @@ def rehearse(
     dry_run: DryRun = False,
 ) -> None:
     """Try a whole federation on this machine: authority, server and one process per site, with mutual TLS."""
-    from pf2lora.federation import require_nvflare
-
-    require_nvflare()
     from pf2lora.cli.show import quiet_libraries, show_result
-    from pf2lora.federation.flare.rehearse import rehearse as run
-    from pf2lora.federation.flare.rehearse import with_sites
 
+    run = engine().rehearse
     quiet_libraries()
     limits = read_limits(policy)
     config = with_sites(rehearsal_config(settings, file, sites), sites)
@@ -159,6 +156,19 @@ def rehearsal_config(settings: dict[str, Any], file: Path | None, sites: int | N
     return from_dict(merged(to_dict(demo_config()), over), "command line")
 
 
+def with_sites(config: Any, sites: int | None) -> Any:
+    """The config for so many sites, where the data is shared out by a rule."""
+    import dataclasses
+
+    if sites is None:
+        return config
+    if sites < 1:
+        raise UserError(f"--sites is {sites}; a federation needs at least one")
+    if config.data.dataset is not None or config.data.partition is not None:
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, num_clients=sites))
+    return config
+
+
 @app.command()
 def provision(
     project: Annotated[Path, typer.Argument(help="project.toml: name, host, port, sites.")],
@@ -168,10 +178,7 @@ def provision(
 
     Who runs this can be any site. Otherwise each key is made where it lives: `authority`, `request`, `sign`, `kit`.
     """
-    from pf2lora.federation.flare.provision import provision as make
-    from pf2lora.federation.flare.provision import read_project
-
-    made = make(read_project(project), out)
+    made = engine().make_kits(project, out)
     for name, folder in made.items():
         typer.echo(f"{name}: {folder}")
     typer.echo(f"the authority's key is in {out / 'authority'}: keep it where no participant can read it")
@@ -200,7 +207,6 @@ def submit(
     dry_run: DryRun = False,
 ) -> None:
     """Hand a run to the server. The same command resumes one that was stopped."""
-    from pf2lora.federation.flare import admin
     from pf2lora.federation.protocol.plan import Plan
 
     config = read_config(settings, file)
@@ -225,7 +231,7 @@ def submit(
             raise UserError(f"{kit}: there is no such kit; `pf2lora federation provision` makes them")
         show_submission(plan, config)
         return
-    job = admin.submit(kit, plan)
+    job = engine().submit(kit, plan)
     typer.echo(f"run {name!r} is job {job}: deadline {deadline:g} s a round, quorum {quorum:g}")
 
 
@@ -239,9 +245,7 @@ for made_where_it_lives in (authority, request, sign, kit_of_signed, remove, rea
 @app.command()
 def stop(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
     """Stop a run; `resume` goes on with it."""
-    from pf2lora.federation.flare import admin
-
-    ids = admin.stop_run(kit, name)
+    ids = engine().stop_run(kit, name)
     if not ids:
         raise UserError(f"no run {name!r} is going on")
     typer.echo(f"run {name!r} is stopped")
@@ -250,9 +254,7 @@ def stop(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.
 @app.command()
 def resume(kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")]) -> None:
     """Go on with a run that was stopped or lost its quorum, as it was submitted."""
-    from pf2lora.federation.flare import admin
-
-    job = admin.resume_run(kit, name)
+    job = engine().resume_run(kit, name)
     typer.echo(f"run {name!r} goes on as job {job}")
 
 
@@ -286,12 +288,11 @@ def fetch(
     import tempfile
 
     from pf2lora.cli.show import quiet_libraries, show_result
-    from pf2lora.federation.flare import admin
     from pf2lora.federation.protocol.fetched import build
 
     quiet_libraries()
     where = out or Path("runs") / name
     with tempfile.TemporaryDirectory() as scratch:
         traits = ["pairs"] if pairs else []
-        result = build(admin.fetch(kit, name, Path(scratch)), where, model, force=force, traits=traits)
+        result = build(engine().fetch(kit, name, Path(scratch)), where, model, force=force, traits=traits)
     show_result(result, where)

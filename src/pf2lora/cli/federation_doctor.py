@@ -12,6 +12,7 @@ import typer
 
 from pf2lora.cli.options import read_config
 from pf2lora.errors import UserError
+from pf2lora.federation.engine import engine
 
 if TYPE_CHECKING:
     from pf2lora.federation.protocol.checkup import Check
@@ -38,13 +39,12 @@ def doctor(
 
     Exit code 0 if nothing is wrong, 1 if something is. Nothing is sent, and no run's state is touched.
     """
-    from pf2lora.federation.flare.doctor import examined
     from pf2lora.federation.protocol.checkup import WRONG
 
     if not kit.is_dir():
         raise UserError(f"{kit}: there is no such kit; `pf2lora federation kit` or `provision` makes them")
     found: list[Check] = []
-    for check in examined(kit, planned(kit, run, task, labels), of_run=run is not None):
+    for check in engine().examined(kit, planned(kit, run, task, labels), of_run=run is not None):
         found.append(check)
         if not as_json:
             word = typer.style(f"{check.state:<8}", fg=COLOURS[check.state])
@@ -59,10 +59,9 @@ def doctor(
 def planned(kit: Path, run: Path | None, task: str | None, labels: str) -> Plan | None:
     """What a site is looked at for; nothing at the server."""
     from pf2lora.cli.show import quiet_libraries
-    from pf2lora.federation.flare.processes import read_kit
     from pf2lora.federation.protocol.checkup import plan_for
 
-    opened = read_kit(kit)
+    opened = engine().read_kit(kit)
     if opened.server:
         if run or task or labels:
             raise UserError("--run, --task and --labels are for a site: the server has no data and no model")

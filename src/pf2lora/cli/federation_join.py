@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pf2lora.errors import unknown
+from pf2lora.federation.engine import engine
 
 if TYPE_CHECKING:
     from pf2lora.federation.protocol.metrics import Participant
@@ -43,16 +44,16 @@ def join(
     log: Log = "lines",
 ) -> None:
     """Start the server or a site from its kit; runs until Ctrl-C."""
-    from pf2lora.federation.flare.processes import EXPIRING, certificates, days_left, in_foreground, open_kit
     from pf2lora.federation.protocol.metrics import Participant, exposition, published
 
     if log not in LOGS:
         raise unknown("log", log, LOGS)
-    opened = open_kit(kit)
-    left = days_left(opened)
-    if left < EXPIRING:
-        tell(f"the certificate of {opened.name} ends in {left} days: renew it (docs/federation.md)")
-    ends = min(found.not_valid_after_utc for found in certificates(opened)).timestamp()
+    own = engine()
+    opened = own.open_kit(kit)
+    soon = own.expiry_warning(opened)
+    if soon:
+        tell(soon)
+    ends = own.certificate_ends(opened).timestamp()
     who = Participant(opened.folder, opened.name, opened.server, ends)
     with ExitStack() as stack:
         looks = []
@@ -66,7 +67,7 @@ def join(
             for look in looks:
                 look()
 
-        code = in_foreground(opened, meanwhile, sys.stderr.buffer if log == "json" else None)
+        code = own.in_foreground(opened, meanwhile, sys.stderr.buffer if log == "json" else None)
         if log == "json":
             write("left", {"name": who.name, "code": code})
     sys.exit(code)
@@ -97,9 +98,6 @@ def write(event: str, values: dict[str, Any]) -> None:
 
 def leave(kit: KitFolder) -> None:
     """End the server or the site that runs from a kit on this machine, whoever started it."""
-    from pf2lora.federation.flare.processes import leave as end
-    from pf2lora.federation.flare.processes import open_kit
-
-    opened = open_kit(kit)
-    end(opened)
+    opened = engine().open_kit(kit)
+    engine().leave(opened)
     tell(f"{opened.name} has ended")

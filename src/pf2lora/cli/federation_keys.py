@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from pf2lora.cli.options import WRITTEN
+from pf2lora.federation.engine import engine
 
 Days = Annotated[int, typer.Option("--days", help="For how long the certificate is valid.", min=1)]
 Authority = Annotated[Path, typer.Option("--authority", help="The authority's folder.")]
-ServerKit = Annotated[Path, typer.Option("--kit", help="The server's kit.")]
-Site = Annotated[str, typer.Argument(help="The site's name.")]
+OwnKit = Annotated[Path, typer.Option("--kit", help="The server's kit; a site's, to refuse a person there.")]
+Name = Annotated[str, typer.Argument(help="A site's name, or a person's e-mail address.")]
 
 
 def authority(
@@ -23,9 +24,7 @@ def authority(
     days: Days = 3650,
 ) -> None:
     """Make an authority that signs requests, and has no key of any participant."""
-    from pf2lora.federation.flare.keys import make_authority
-
-    found = make_authority(project, out, days)
+    found = engine().make_authority(project, out, days)
     typer.echo(
         f"the authority is in {out}: keep it offline; its certificate's fingerprint, for everybody, is\n{found}"
     )
@@ -42,9 +41,7 @@ def request(
     ),
 ) -> None:
     """Make a private key here, and the request for its certificate."""
-    from pf2lora.federation.flare.keys import make_request
-
-    made = make_request(name, kind, project, out)
+    made = engine().make_request(name, kind, project, out)
     typer.echo(f"send {made} to the authority; the private key stays in {out}")
 
 
@@ -57,9 +54,7 @@ def sign(
     days: Days = 365,
 ) -> None:
     """At the authority: sign a request of somebody whom its project.toml names."""
-    from pf2lora.federation.flare.keys import sign as sign_request
-
-    name = sign_request(file, authority, out, days)
+    name = engine().sign(file, authority, out, days)
     typer.echo(f"{name}: send {out} back")
 
 
@@ -76,22 +71,25 @@ def kit_of_signed(
     ] = Path("kit"),
 ) -> None:
     """Make a start-up kit of a signed request, or renew one."""
-    from pf2lora.federation.flare.keys import make_kit
-
-    typer.echo(f"the kit is in {make_kit(signed, request, fingerprint, out)}")
+    typer.echo(f"the kit is in {engine().make_kit(signed, request, fingerprint, out)}")
 
 
-def remove(site: Site, kit: ServerKit) -> None:
-    """At the server: let a site in no more, whatever its certificate says."""
-    from pf2lora.federation.flare.keys import remove as take_out
+def remove(name: Name, kit: OwnKit) -> None:
+    """At the server: let a site or a person in no more, whatever the certificate says.
 
-    take_out(kit, site)
-    typer.echo(f"{site} is let in no more, from its next heartbeat on; a run that it is in leaves it out")
+    At a site: take no plans that this person signed, whatever the server says.
+    """
+    from pf2lora.federation.protocol.names import is_person
+
+    engine().remove(kit, name)
+    if is_person(name):
+        typer.echo(f"{name} is refused from now on; runs that {name} submitted stop after their round")
+    else:
+        typer.echo(f"{name} is let in no more, from its next heartbeat on; a run that it is in leaves it out")
 
 
-def readmit(site: Site, kit: ServerKit) -> None:
-    """At the server: let a removed site in again, once the server is started again."""
-    from pf2lora.federation.flare.keys import remove as take_out
-
-    take_out(kit, site, back=True)
-    typer.echo(f"{site} is let in again when the server is next started")
+def readmit(name: Name, kit: OwnKit) -> None:
+    """Let a removed site or person in again, once the server is started again; at a site, a person at once."""
+    engine().remove(kit, name, back=True)
+    server = engine().read_kit(kit).server
+    typer.echo(f"{name} is let in again" + (" when the server is next started" if server else ""))

@@ -11,6 +11,7 @@ import typer
 from pf2lora.cli.federation_join import LOGS, Log, write
 from pf2lora.cli.text import safe
 from pf2lora.errors import unknown
+from pf2lora.federation.engine import engine
 
 LeadKit = Annotated[Path, typer.Option("--kit", help="The lead's kit.")]
 
@@ -20,11 +21,9 @@ def status(kit: LeadKit) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from pf2lora.federation.flare import admin
-
     table = Table("run", "job", "state", "round", "sites there", "deadline", "quorum")
     lines = []
-    for job in admin.runs(kit):
+    for job in engine().runs(kit):
         now = job.get("pf2lora") or {}
         there = ", ".join(now.get("present", []))
         at = f"{now['round']} of {now['rounds']}" if now else ""
@@ -44,15 +43,13 @@ def watch(
     kit: LeadKit, name: Annotated[str, typer.Argument(help="The run's name.")], log: Log = "lines"
 ) -> None:
     """Say what changes in a run, until it is over."""
-    from pf2lora.federation.flare import admin
-
     if log not in LOGS:
         raise unknown("log", log, LOGS)
     if log == "json":
-        for event, values in happened(admin.follow(kit, name)):
+        for event, values in happened(engine().follow(kit, name)):
             write(event, values)
         return
-    for line in changes(admin.follow(kit, name)):
+    for line in changes(engine().follow(kit, name)):
         typer.echo(safe(line))
 
 

@@ -1,7 +1,8 @@
 """Across machines: the same methods in a real federation on NVIDIA FLARE. A site is the local engine with M = 1.
 
 `protocol/` has the two halves of a run, `site` and `server`, and what passes between them; it knows nothing of FLARE.
-`flare/` carries their messages (`executor`, `controller`), makes start-up kits and starts what they describe.
+`engine` says what is asked of whoever carries their messages. `flare/` does it: messages (`executor`, `controller`),
+start-up kits, processes.
 """
 
 from __future__ import annotations

@@ -76,6 +76,6 @@ class OwnSize(Method):
         return s._replace(y=y)
 
     def sized(self, y: Tensor) -> Tensor:
-        """Which numbers of y a size multiplies: the D of D_kC_k. A bias of the head is too small a thing to do harm."""
+        """Which numbers of y a size multiplies: the D of D_kC_k. A part of the head is too small a thing to do harm."""
         parts = [y.new_full((e.size,), e.kind == "D", dtype=torch.bool) for e in self.personal_layout.entries]
         return torch.cat(parts) if parts else y.new_zeros(y.shape[1], dtype=torch.bool)

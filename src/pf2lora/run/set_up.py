@@ -170,9 +170,15 @@ def adapter_spec(config: Config, name: str) -> AdapterSpec:
         bias = config.adapter.client_bias
     if bias is None:
         bias = method_settings(config, name).get("client_lr") == "auto"
-    bias = bias and METHODS[name].two_level
-    head = METHODS[name].head_placement(config.adapter.head)
-    return replace(config.adapter, rank=ranks[0], client_rank=ranks[1], client_bias=bias, head=head)
+    two_level = METHODS[name].two_level
+    return replace(
+        config.adapter,
+        rank=ranks[0],
+        client_rank=ranks[1],
+        client_bias=bias and two_level,
+        client_layer=config.adapter.client_layer and two_level and METHODS[name].client_bias is None,
+        head=METHODS[name].head_placement(config.adapter.head),
+    )
 
 
 def merging_method(config: Config, name: str, layout: Layout, clients: int) -> Method:

@@ -37,7 +37,7 @@ DEFAULT: Mapping[str, Sequence[Any]] = {"lr": (1e-4, 3e-4, 1e-3, 3e-3)}
 # Settings of a run that change what is compared, or nothing that is learned; and those that only some methods have.
 FIXED = (
     *("method", "seed", "seeds", "clients_per_pass", "evaluate_every", "keep", "patience", "strict"),
-    *("max_bad_clients", "head", "evaluate_before", "targets", "client_bias"),
+    *("max_bad_clients", "head", "evaluate_before", "targets", "client_bias", "client_layer"),
     *("lr", "client_lr", "weight_decay", "hypergradient_mode", "batches", "zeta_size", "rank", "client_rank"),
 )
 

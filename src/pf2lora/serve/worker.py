@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
+from pf2lora.engines.room import free_memory, ran_out
 from pf2lora.errors import UserError, one_line
 from pf2lora.serve.errors import ApiError, bad_request, busy, closing
 
@@ -125,7 +124,7 @@ def explained(error: Exception) -> ApiError:
         return error
     if isinstance(error, UserError):
         return bad_request(one_line(error))
-    if isinstance(error, torch.OutOfMemoryError):
-        torch.cuda.empty_cache()
+    if ran_out(error):
+        free_memory()
         return ApiError(503, "the device's memory is full; try again with less at once", code="out_of_memory")
     return ApiError(500, f"the model failed ({type(error).__name__})")

@@ -16,12 +16,16 @@ from typing import Any
 from pf2lora import atomic
 from pf2lora.errors import UserError, listed
 from pf2lora.federation import require_nvflare
-from pf2lora.federation.flare.processes import EXPIRING, Kit, days_left
+from pf2lora.federation.flare.keys import REMOVED_CODE
+from pf2lora.federation.flare.processes import Kit, expiry_warning
 from pf2lora.federation.flare.provision import SCOPE, SERVER_CLASSES, SITE_CLASSES
+from pf2lora.federation.protocol.identity import KitIdentity
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.run_status import RUN, UNFINISHED, Status
+from pf2lora.federation.protocol.signed_plan import SignedPlan
 from pf2lora.run.decode import decode
 
+ANSWER = 15.0  # seconds in which a server answers
 LOOK = 2.0  # seconds between looks at a run that is followed
 POLL = 0.1  # seconds between a site's questions for work
 HANDED_OUT = "pf2lora"  # in the folder of a job on the server: what the lead may have of the run
@@ -47,8 +51,8 @@ class Queued:
         return found
 
 
-def write_job(plan: Plan, folder: Path) -> Path:
-    """FLARE's job folder. It carries the plan and two class names: no code, no data."""
+def write_job(plan: Plan, signed: SignedPlan, folder: Path) -> Path:
+    """FLARE's job folder. It carries the plan, as the lead signed it, and two class names: no code, no data."""
     job = folder / plan.name
     config = job / "app" / "config"
     config.mkdir(parents=True)
@@ -60,7 +64,7 @@ def write_job(plan: Plan, folder: Path) -> Path:
         "scope": SCOPE,
         RUN: asdict(Queued(list(plan.sites), plan.run.training.rounds, plan.deadline, plan.quorum)),
     }
-    args = {"plan": plan.to_json()}
+    args = asdict(signed)
     server = {
         "format_version": 2,
         "server": {"heart_beat_timeout": 600, "task_request_interval": POLL},
@@ -86,27 +90,36 @@ def session(kit: Path) -> Iterator[Any]:
     file = kit / "startup" / "fed_admin.json"
     if not file.is_file():
         raise UserError(f"{str(kit)!r} is no person's kit: submit, status and stop take the lead's")
+    from nvflare.apis.fl_exception import FLCommunicationError
     from nvflare.fuel.f3.cellnet.cell_cipher import InvalidCertChain
     from nvflare.fuel.flare_api.api_spec import AuthenticationError, AuthorizationError, NoConnection
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
     settings = json.loads(file.read_text())["admin"]
-    left = days_left(Kit(kit, settings["username"], False, {}))  # refuses what has ended
-    if left < EXPIRING:
-        line = f"the certificate of {settings['username']} ends in {left} days: renew it (docs/federation.md)"
+    line = expiry_warning(Kit(kit, settings["username"], False, {}))
+    if line:
         print(line, file=sys.stderr, flush=True)
     where = f"{settings['host']}:{settings['port']}"
+    was_removed = f"{settings['username']} was removed from the federation at {where}"
     chatter = StringIO()
     found = None
     try:
         with redirect_stdout(chatter), redirect_stderr(chatter):
-            found = new_secure_session(settings["username"], str(kit.resolve()), timeout=15.0)
+            found = new_secure_session(settings["username"], str(kit.resolve()), timeout=ANSWER)
         yield found
     except AuthorizationError:
         raise UserError(f"{settings['username']} may not do this: its role is not the lead's") from None
-    except (AuthenticationError, InvalidCertChain):
+    except (AuthenticationError, InvalidCertChain) as error:
         who = settings["username"]
+        if getattr(error, "auth_code", None) == REMOVED_CODE:
+            raise UserError(was_removed) from None
         raise UserError(f"{who}'s certificate is not of the authority of the federation at {where}") from None
+    except FLCommunicationError as error:
+        if (
+            "is disabled" not in f"{error} {error.__context__}"
+        ):  # by FLARE, which reads its list when it starts
+            raise
+        raise UserError(was_removed) from None
     except NoConnection:
         raise UserError(f"no server answers at {where}: is it started, and is the address right?") from None
     finally:
@@ -121,7 +134,9 @@ def submit(kit: Path, plan: Plan) -> str:
 
     with session(kit) as flare, tempfile.TemporaryDirectory() as scratch:
         try:
-            job = str(flare.submit_job(str(write_job(plan, Path(scratch)))))
+            signed = SignedPlan.by(KitIdentity.of(kit / "startup"), plan)
+            folder = write_job(plan, signed, Path(scratch))
+            job = str(flare.submit_job(str(folder)))
         except InvalidJobDefinition as error:
             raise UserError(str(error).removeprefix("invalid job definition: ")) from None
         (found,) = [found for found in with_status(flare) if found["job_id"] == job]

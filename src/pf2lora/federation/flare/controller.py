@@ -32,6 +32,7 @@ from pf2lora.federation.flare.presence import NewJob, Presence
 from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.checkpoints import writing
 from pf2lora.federation.protocol.fetched import handed_out
+from pf2lora.federation.protocol.identity import Authority
 from pf2lora.federation.protocol.masked import ask
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.records import RoundRecord
@@ -43,6 +44,7 @@ from pf2lora.federation.protocol.run_status import (
     write_status,
 )
 from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.federation.protocol.signed_plan import PlanRefused, SignedPlan
 from pf2lora.federation.protocol.stopping import QuorumMissed, early_stop
 from pf2lora.run.evaluation import evaluation_rounds
 
@@ -53,9 +55,11 @@ TRIES = 3  # of a round that misses its quorum
 class FederationController(Presence):
     """The rounds of a plan, one FLARE task per site and message."""
 
-    def __init__(self, plan: str) -> None:
-        """`plan` is the run's plan as JSON, from the job."""
+    def __init__(self, plan: str, certificate: str = "", signature: str = "") -> None:
+        """The run's plan as JSON, and who signed it, from the job."""
         super().__init__(Plan.from_json(plan))
+        self.signed = SignedPlan(plan, certificate, signature)
+        self.lead = ""  # who signed it
         self.misses: dict[int, int] = {}  # how often a round missed its quorum
 
     def current_round(self) -> int:
@@ -97,6 +101,7 @@ class FederationController(Presence):
         with (self.folder / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.lead = self.signed.lead(Authority.of(self.root / "startup"), removed=())
                 self.remember(read_status(self.folder))
                 self.session = ServerSession(self.plan, self.folder)
             except BlockingIOError:
@@ -106,9 +111,11 @@ class FederationController(Presence):
                 self.refuse(str(error))
                 return
             try:
+                self.check_lead()
                 self.note("running")
                 known = approvals.digest(json.loads(self.plan.to_json()))
-                audit.record(self.root, "run", job=self.status.job, run=self.plan.name, plan=known)
+                said = {"run": self.plan.name, "plan": known, "lead": self.lead}
+                audit.record(self.root, "run", job=self.status.job, **said)
                 self.patiently(self.collect_hellos)
                 self.patiently(self.run_rounds)
             except NewJob:
@@ -116,7 +123,8 @@ class FederationController(Presence):
             except UserError as error:
                 with suppress(OSError):  # on a full disk `resumer.py` says it, which sees this job end
                     append_line(self.folder, str(error))
-                    self.note("stopped" if isinstance(error, QuorumMissed) else "failed", str(error))
+                    may_go_on = isinstance(error, QuorumMissed | PlanRefused)
+                    self.note("stopped" if may_go_on else "failed", str(error))
 
     def patiently(self, part: Callable[[], None]) -> None:
         """Do a part of the run. Where the quorum was missed for want of sites, wait for them as long as the plan says,
@@ -130,6 +138,11 @@ class FederationController(Presence):
                 if not missed.missing or self.misses[number] >= TRIES or not self.wait_for_sites(missed):
                     raise
 
+    def check_lead(self) -> None:
+        """`PlanRefused` where the lead was removed meanwhile: nobody else could stop the run."""
+        if self.lead in removed(self.root):
+            raise PlanRefused("signer-removed")
+
     def wait_for_sites(self, missed: QuorumMissed) -> bool:
         """Whether enough sites were back in time; `NewJob` where one is that cannot take part in this one."""
         line = f"{missed}; it waits for them up to {self.plan.wait:g} s"
@@ -137,6 +150,7 @@ class FederationController(Presence):
         self.note("waiting", line)
         until = time.monotonic() + self.plan.wait
         while time.monotonic() < until and not self.abort.triggered:
+            self.check_lead()
             self.take_back()
             asked = self.session.chosen(self.current_round())
             if sum(site in self.present for site in asked) >= self.plan.needed(len(asked)):
@@ -158,6 +172,7 @@ class FederationController(Presence):
         session, config = self.session, self.plan.run
         measured = evaluation_rounds(config.training)
         while not session.over:
+            self.check_lead()
             self.take_back()
             began = time.perf_counter()
             exchange = partial(self.exchange, timeout=self.plan.deadline)

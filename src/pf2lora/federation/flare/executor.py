@@ -25,13 +25,16 @@ from torch import OutOfMemoryError
 
 from pf2lora.errors import UserError, one_line
 from pf2lora.federation.flare.child import end_with
+from pf2lora.federation.flare.keys import removed
 from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.allow_list import ANSWERS, AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
+from pf2lora.federation.protocol.identity import Authority
 from pf2lora.federation.protocol.messages import Malformed, Message, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import problem_fields
 from pf2lora.federation.protocol.run_status import Status, run_folder, write_status
+from pf2lora.federation.protocol.signed_plan import SignedPlan
 from pf2lora.federation.protocol.site import SiteSession
 from pf2lora.federation.protocol.wire import Wire
 
@@ -42,13 +45,14 @@ ALLOW_LIST = "pf2lora.allow_list"  # where the executor leaves it for the filter
 class SiteExecutor(Executor):
     """Runs the site's session. A site's own problem is said in its own log and told to the server as a code only."""
 
-    def __init__(self, plan: str) -> None:
-        """`plan` is the run's plan as JSON, from the job."""
+    def __init__(self, plan: str, certificate: str = "", signature: str = "") -> None:
+        """The run's plan as JSON, and who signed it, from the job: nothing of it is used before that was checked."""
         super().__init__()
-        self.plan = Plan.from_json(plan)
+        self.signed = SignedPlan(plan, certificate, signature)
+        self.plan: Plan | None = None
         self.session: SiteSession | None = None
         self.problem: dict[str, Any] | None = None  # what the server is told of what stopped this site
-        self.status = Status("running", 0, self.plan.run.training.rounds)
+        self.status = Status("running", 0, 0)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """The job's process ends with the site's."""
@@ -76,6 +80,8 @@ class SiteExecutor(Executor):
     def note(self, fl_ctx: FLContext, request: Message, seconds: float, received: int, answered: int) -> None:
         """Write down where the run stands, for who looks at this site on its own machine. Not worth a round: where it
         cannot be written, the run goes on."""
+        if self.plan is None:  # refused, whatever it is
+            return
         status = self.status
         status.received, status.sent = status.received + received, status.sent + answered
         if request.kind == "train":
@@ -90,23 +96,26 @@ class SiteExecutor(Executor):
             write_status(folder, status)
 
     def ready(self, fl_ctx: FLContext) -> SiteSession:
-        """The session, built at the first message: the base model is loaded once and stays."""
+        """The session, built at the first message: the base model is loaded once and stays. Who signed the plan is
+        looked at each time: a lead may be removed meanwhile."""
+        kit = kit_of(fl_ctx)
+        lead = self.signed.lead(Authority.of(kit / "startup"), removed(kit))
         if self.session is None:
             from pf2lora.federation.protocol import site_setup
 
+            plan = self.plan = Plan.from_json(self.signed.plan)
+            self.status.rounds = plan.run.training.rounds
             site = fl_ctx.get_identity_name()
             file = local_of(fl_ctx) / site_setup.SITE_FILE
-            folder = CheckpointFolder(site_setup.state_folder(self.plan, file), self.plan.name)
+            folder = CheckpointFolder(site_setup.state_folder(plan, file), plan.name)
             folder.open()
-            setup = site_setup.build(self.plan, file, site)
-            wire = Wire.of(self.plan)
+            setup = site_setup.build(plan, file, site)
+            wire = Wire.of(plan)
             allow_list = AllowList(setup.method, setup.metrics, wire)
             fl_ctx.set_prop(ALLOW_LIST, allow_list, private=True, sticky=True)
-            self.session = SiteSession(setup, folder, self.plan.run.training.steps, wire)
-            known = approvals.digest(json.loads(self.plan.to_json()))
-            audit.record(
-                kit_of(fl_ctx), "takes part", job=fl_ctx.get_job_id(), run=self.plan.name, plan=known
-            )
+            self.session = SiteSession(setup, folder, plan.run.training.steps, wire)
+            said = {"run": plan.name, "plan": approvals.digest(json.loads(plan.to_json())), "lead": lead}
+            audit.record(kit, "takes part", job=fl_ctx.get_job_id(), **said)
         self.problem = None
         return self.session
 
@@ -114,7 +123,8 @@ class SiteExecutor(Executor):
         """Say `line` in the site's own log; the server is told `problem` from now on."""
         self.problem = problem
         self.status.state, self.status.line = "stopped", line
-        audit.record(kit_of(fl_ctx), "stays out", job=fl_ctx.get_job_id(), run=self.plan.name, **problem)
+        run = {"run": self.plan.name} if self.plan else {}
+        audit.record(kit_of(fl_ctx), "stays out", job=fl_ctx.get_job_id(), **run, **problem)
         self.log_error(fl_ctx, line, fire_event=False)
         print(f"pf2lora: {fl_ctx.get_identity_name()}: {line}", file=sys.stderr, flush=True)
 

@@ -25,11 +25,12 @@ from pf2lora.federation.flare.kit_texts import write_texts
 from pf2lora.federation.flare.processes import locked, open_kit
 from pf2lora.federation.flare.provision import SITE_LIST, Project, harden_server, harden_site, read_project
 from pf2lora.federation.protocol import audit
-from pf2lora.federation.protocol.names import check_name, check_sites
+from pf2lora.federation.protocol.names import check_name, check_sites, is_person
 from pf2lora.federation.protocol.run_status import SITES
 from pf2lora.parsing import BadJSON, parse_json, read_json
 
 PROJECT, PROFILE, REMOVED = "project.toml", "profile.yml", "disabled_clients.json"
+REMOVED_CODE = "AUTH_REMOVED"  # what a removed person's command line is told
 KINDS = {
     "site": ("client", None),
     "server": ("server", None),
@@ -219,7 +220,8 @@ def renew(kit: Path, old: Path) -> None:
 
 
 def removed(kit: Path) -> list[str]:
-    """The sites that the server of this kit no longer lets in; FLARE's own list."""
+    """Whom the server of this kit no longer lets in: FLARE's own list, with people in it too. In a site's kit, the
+    people whose plans it no longer takes."""
     if not (kit / REMOVED).exists():
         return []
     values = read_json(kit / REMOVED)
@@ -243,14 +245,20 @@ def check_known(kit: Path, sites: Iterable[str]) -> None:
             )
 
 
-def remove(kit: Path, site: str, *, back: bool = False) -> None:
-    """The server of this kit lets a site in no more, whatever its certificate says; or (`back`) again."""
-    if not (kit / "startup" / "fed_server.json").is_file():
-        raise UserError(f"{str(kit)!r} is not the server's kit: it is the server that lets sites in")
-    check_sites([site])
+def remove(kit: Path, name: str, *, back: bool = False) -> None:
+    """The server of this kit lets a site or a person in no more, whatever the certificate says; a site's kit takes no
+    more plans of a person; or (`back`) again."""
+    if not is_person(name):
+        check_sites([name])
+        if not (kit / "startup" / "fed_server.json").is_file():
+            raise UserError(f"{str(kit)!r} is not the server's kit: it is the server that lets sites in")
+    elif not any((kit / "startup" / f"fed_{kind}.json").is_file() for kind in ("server", "client")):
+        raise UserError(f"{str(kit)!r} is no kit of the server or a site: these refuse a person")
     now = set(removed(kit))
-    if back and site not in now:
-        raise UserError(f"{site} was not removed")
-    now = now - {site} if back else now | {site}
+    if back and name not in now:
+        raise UserError(f"{name} was not removed")
+    now = now - {name} if back else now | {name}
     atomic.write_json(kit / REMOVED, {"disabled_clients": sorted(now)})
-    audit.record(kit, "lets in again" if back else "removed", site=site)
+    audit.record(
+        kit, "lets in again" if back else "removed", **{"person" if is_person(name) else "site": name}
+    )

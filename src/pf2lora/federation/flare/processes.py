@@ -128,9 +128,22 @@ def check_key(kit: Kit) -> None:
         raise UserError(f"the private key {kit.key} can be read by others: chmod 600 it")
 
 
+def certificate_ends(kit: Kit) -> datetime:
+    """When the first of a kit's certificates ends."""
+    return min(found.not_valid_after_utc for found in certificates(kit))
+
+
 def days_left(kit: Kit) -> int:
-    """Days until the first of a kit's certificates ends."""
-    return (min(found.not_valid_after_utc for found in certificates(kit)) - datetime.now(UTC)).days
+    """Days until then."""
+    return (certificate_ends(kit) - datetime.now(UTC)).days
+
+
+def expiry_warning(kit: Kit) -> str | None:
+    """A line about a certificate that ends soon; a UserError about one that has ended."""
+    left = days_left(kit)
+    if left >= EXPIRING:
+        return None
+    return f"the certificate of {kit.name} ends in {left} days: renew it (docs/federation.md)"
 
 
 def check_port(kit: Kit) -> None:

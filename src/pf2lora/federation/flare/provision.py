@@ -86,6 +86,11 @@ def read_project(path: Path) -> Project:
     return Project(**values)
 
 
+def make_kits(project: Path, out: Path) -> dict[str, Path]:
+    """The kits of a project file."""
+    return provision(read_project(project), out)
+
+
 def provision(project: Project, out: Path) -> dict[str, Path]:
     """Make the kits in `out/`: server, each site, each person. The root key goes to `out/authority/` (keep it safe)."""
     require_nvflare()

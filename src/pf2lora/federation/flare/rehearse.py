@@ -205,14 +205,3 @@ def listening(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("localhost", port)) == 0
-
-
-def with_sites(config: Config, sites: int | None) -> Config:
-    """The config for so many sites, where the data is shared out by a rule."""
-    if sites is None:
-        return config
-    if sites < 1:
-        raise UserError(f"--sites is {sites}; a federation needs at least one")
-    if config.data.dataset is not None or config.data.partition is not None:
-        return dataclasses.replace(config, data=dataclasses.replace(config.data, num_clients=sites))
-    return config

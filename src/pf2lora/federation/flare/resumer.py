@@ -24,7 +24,9 @@ from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.doubles import Connections
 from pf2lora.federation.flare.keys import check_known, removed
+from pf2lora.federation.flare.logins import RemovedPeople, keep_out
 from pf2lora.federation.protocol import audit
+from pf2lora.federation.protocol.names import is_person
 from pf2lora.federation.protocol.run_status import (
     ALIVE,
     RUN,
@@ -95,6 +97,7 @@ class RunResumer(FLComponent):
         """What ran when the server ended runs no longer, whatever the store says; runs that were not at their end go
         on."""
         engine = fl_ctx.get_engine()
+        keep_out(engine.server, RemovedPeople(self.root, self.tell_removed))
         engine.get_cell().core_cell.set_cell_disconnected_cb(
             lambda cell: self.connections.closed(cell.get_fqcn())
         )
@@ -138,7 +141,7 @@ class RunResumer(FLComponent):
     def heard(self, site: str, registered: bool) -> None:
         """A site found this server: it registered, or its heartbeat goes on after the server was started again. One
         that registers while it is heard of may be two: that is said aloud."""
-        if registered and is_site(site) and self.connections.heard_lately(site):
+        if registered and not is_person(site) and self.connections.heard_lately(site):
             line = (
                 f"{site} registered while it was heard of: it was started again, or somebody else has its kit"
             )
@@ -151,26 +154,29 @@ class RunResumer(FLComponent):
 
     def refuse_removed(self, site: str) -> None:
         """One who was removed is told so when it registers; FLARE alone would let it ask again for ever, in silence."""
-        if site in removed(self.root):
-            line = f"{site} was refused: it was removed"
-            if site not in self.told:  # it may be started again and again
-                self.told.add(site)
-                self.say("refused", site, line)
-            raise NotAuthenticated(line)
+        if site in removed(self.root) and not is_person(site):  # people are, when they log in
+            self.tell_removed(site)
+            raise NotAuthenticated(f"{site} was refused: it was removed")
+
+    def tell_removed(self, name: str) -> None:
+        """Say, once, that a removed site or person came: they may come again and again."""
+        if name not in self.told:
+            self.told.add(name)
+            self.say("refused", name, f"{name} was refused: it was removed")
 
     def refuse_double(self, site: str) -> None:
         """One who registers as a site that is connected and heard of has a copy of its kit: FLARE refuses it for this
-        exception, and tells it so."""
-        if is_site(site) and self.connections.lives(site):
+        exception, and tells it so. People may look from two places at once."""
+        if not is_person(site) and self.connections.lives(site):
             self.connections.refused(site)
             line = f"a second {site} was refused: one is connected already. Does somebody else have its kit?"
             self.say("refused a second", site, line)
             raise NotAuthenticated(line)
 
-    def say(self, event: str, site: str, line: str) -> None:
+    def say(self, event: str, who: str, line: str) -> None:
         """Aloud, and in the audit log."""
         print(f"pf2lora: {line}", file=sys.stderr, flush=True)
-        audit.record(self.root, event, site=site, line=line)
+        audit.record(self.root, event, **{"person" if is_person(who) else "site": who}, line=line)
 
     def serve(self, site: str, fl_ctx: FLContext) -> None:
         """A site that was away at the end of a run gets its last x."""
@@ -237,11 +243,6 @@ def close(folder: Path, status: Status, state: str, line: str) -> None:
     with suppress(OSError):
         write_status(folder, status)
         append_line(folder, line)
-
-
-def is_site(name: str) -> bool:
-    """People, whose names are e-mail addresses, may look from two places at once."""
-    return "@" not in name
 
 
 def note(folder: Path, site: str) -> None:

@@ -1,6 +1,7 @@
 """The two halves of a federated run and what passes between them. Knows nothing of FLARE.
 
 plan          what a run is: settings, sites, timeouts and update checks
+signed_plan   a plan with the signature of a lead, without which no site takes it
 names         what sites and runs may be called
 messages      a message as bytes, and the common adapter as named tensors
 allow_list    what a message may hold; the one place where it is decoded and checked
@@ -22,7 +23,7 @@ masked        a masked run's messages, at a site and at the server
 masked_fields what they may hold
 secure_sum    sums whose parts nobody sees: keys, shares, masks
 shamir, ring  a secret in shares; numbers that masks hide
-identity      a site's certificate, to other sites
+identity      a site's certificate, to other sites; a lead's, to all of them
 stopping      when a run ends before its last round
 run_status    where a run stands, for whoever watches
 outcome       a rehearsal's run folder

@@ -3,7 +3,7 @@ sum, and only what it says beside them stays in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,9 @@ from pf2lora.federation.protocol.rows import Rows
 from pf2lora.federation.protocol.serving import Serving
 
 Keep = Callable[[str, Tensor], None]
-"""Where a site's numbers `(n,)` go."""
+"""Where a site's numbers `(n,)` go, if not to the rows."""
+
+AT_ONCE = 1 << 16  # numbers that are looked at together
 
 
 class Answer(NamedTuple):
@@ -42,12 +44,17 @@ class Answers(Serving):
 
     def arrived(self, site: str, data: object, keep: Keep | None = None) -> Answer:
         """A site's answer to the next round's request, whatever it is. An update's numbers are kept in the rows, or
-        where `keep` says."""
+        where `keep` says, which gets the whole numbers of a masked one."""
         number, size = self.done + 1, len(data) if isinstance(data, bytes) else 0
         try:
             message = self.read_answer(data, "update" if site in self.chosen(number) else "scores", number)
             if message.tensors:
-                (keep or self.rows.put)(site, self.numbers(site, message))
+                if keep is not None:
+                    keep(site, to_flat(self.known_method.leaves(number), message.tensors, torch.int64))
+                else:
+                    self.rows.put_parts(
+                        site, self.known_method.leaves(number).size, self.parts(site, message)
+                    )
         except Malformed as error:
             return Answer(size, why=str(error))
         rank = rank_of(self.known_method.leaves(number), message.tensors)
@@ -67,16 +74,21 @@ class Answers(Serving):
             has = "with" if message.tensors else "without"
             raise Malformed(f"an update {has} the common adapter, in a run of {self.plan.method!r}")
         for name, tensor in message.tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
+            if not finite(tensor):
                 raise Malformed(f"the tensor {name!r} has values that are not finite")
         return message
 
-    def numbers(self, site: str, message: Message) -> Tensor:
-        """What a site sent `(n,)`, whatever it travelled as; whole numbers, where they are masked. `Malformed` where
-        that is not finite."""
-        if self.plan.masked:
-            return to_flat(self.known_method.leaves(message.round), message.tensors, torch.int64)
-        row = self.wire.updated(self.known_method, message.round, message.tensors, self.common_for(site))
-        if not self.wire.exact and not bool(torch.isfinite(row).all()):
-            raise Malformed("its change makes values that are not finite")
-        return row
+    def parts(self, site: str, message: Message) -> Iterator[tuple[int, Tensor]]:
+        """What a site sent, whatever it travelled as, entry by entry: where its numbers begin in the row, and they.
+        `Malformed` where they are not finite."""
+        for at, part in self.wire.updated(
+            self.known_method, message.round, message.tensors, self.common_for(site)
+        ):
+            if not self.wire.exact and not finite(part):
+                raise Malformed("its change makes values that are not finite")
+            yield at, part
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether all numbers are, some at a time: what is in between takes memory, too."""
+    return all(bool(torch.isfinite(part).all()) for part in tensor.flatten().split(AT_ONCE))

@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors.torch import save
 from torch import Tensor
 
 from pf2lora import atomic
 from pf2lora.core.method import State, Tree, over_tensors, tensors_of
 from pf2lora.errors import UserError
+from pf2lora.federation.protocol.buffers import pieces
 from pf2lora.federation.protocol.wire import Memory
 from pf2lora.folder_lock import Busy, acquire
 from pf2lora.parsing import read_tensors
@@ -105,7 +105,7 @@ class CheckpointFolder:
         """Keep the state after a round."""
         tensors = {str(i): t for i, t in enumerate(tensors_of(saved.state))}
         tensors |= {} if saved.unpruned is None else {"unpruned": saved.unpruned}
-        tensors |= {} if saved.wire.served is None else {SERVED: saved.wire.served.clone()}  # x may lie in it
+        tensors |= {} if saved.wire.served is None else {SERVED: saved.wire.served}
         tensors |= {RESIDUAL + name: rest for name, rest in saved.wire.residual.items()}
         self.write(STATE, saved.round, tensors, {"steps": str(saved.steps), "largest": saved.largest.hex()})
 
@@ -182,10 +182,9 @@ class CheckpointFolder:
 
     def write(self, kind: str, number: int, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
         """All or nothing: a crash leaves the rounds before untouched. Old ones go."""
-        there = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         header = {"run": self.run, "round": str(number), **header}
         with writing(self.folder):
-            atomic.write_bytes(self.path(kind, number), save(there, metadata=header))
+            atomic.write_pieces(self.path(kind, number), pieces(tensors, header))
         for old in self.rounds(kind)[:-KEPT]:
             self.path(kind, old).unlink(missing_ok=True)
 

@@ -1,7 +1,8 @@
-"""Who a site is, to other sites: its kit's certificate signs, and others' certificates are checked by the authority's.
+"""Who somebody is, to those whom the server stands between: a kit's key signs, and the authority's certificate tells
+whose signature it is. A site is known so to other sites, and a lead to all of them.
 
-The server passes these messages on and cannot change them: it has no site's private key, and its own certificate is
-none of a site.
+The server passes on what was signed and cannot change it: it has no private key of theirs, and its own certificate is
+neither a site's nor a lead's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from cryptography.x509.oid import NameOID
 
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol.names import is_site_name
-from pf2lora.federation.protocol.secure_sum import Refused
 
 # Where FLARE's certificates say what somebody is: `client` (a site), `server`, or a person's role. Those of `provision`
 # say it of people alone: there a site is whoever has a site's name, which the server has not.
@@ -27,9 +27,22 @@ ROLE = NameOID.UNSTRUCTURED_NAME
 PSS = padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
 
 
+class Refused(UserError):
+    """Something in a round of masks is not as it must be; nothing was revealed."""
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Whom a certificate of the authority names, and as what; whether it is in date."""
+
+    name: str
+    roles: frozenset[str]
+    in_date: bool
+
+
 @dataclass(frozen=True)
 class Authority:
-    """The authority's certificate, by which sites' certificates are known."""
+    """The authority's certificate, by which participants' certificates are known."""
 
     root: x509.Certificate
 
@@ -41,6 +54,19 @@ class Authority:
     def check(self, site: str, certificate: str, data: bytes, signature: str) -> None:
         """`Refused` unless the certificate is that of the site `site`, of this authority, in date, and signed the
         data."""
+        try:
+            found = self.signer(certificate, data, signature)
+        except ValueError:
+            raise Refused(f"the keys of {site} are not signed by a certificate of the federation") from None
+        if found.name != site:
+            raise Refused(f"the keys of {site} are signed by another participant")
+        if not is_site_name(site) or found.roles - {"client"}:
+            raise Refused(f"the keys of {site} are signed by a participant that is no site")
+        if not found.in_date:
+            raise Refused(f"the certificate of {site} is not, or no longer, valid")
+
+    def signer(self, certificate: str, data: bytes, signature: str) -> Signer:
+        """Who signed the data; a ValueError where it was nobody with a certificate of this authority."""
         try:
             found = x509.load_pem_x509_certificate(certificate.encode())
             found.verify_directly_issued_by(self.root)
@@ -54,25 +80,21 @@ class Authority:
             else:
                 raise ValueError("a key of another kind")
         except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion):
-            raise Refused(f"the keys of {site} are not signed by a certificate of the federation") from None
-        if name.value != site:
-            raise Refused(f"the keys of {site} are signed by another participant")
-        if not is_site_name(site) or roles - {"client"}:
-            raise Refused(f"the keys of {site} are signed by a participant that is no site")
-        if not found.not_valid_before_utc <= datetime.now(UTC) <= found.not_valid_after_utc:
-            raise Refused(f"the certificate of {site} is not, or no longer, valid")
+            raise ValueError("nobody with a certificate of this authority signed this") from None
+        in_date = found.not_valid_before_utc <= datetime.now(UTC) <= found.not_valid_after_utc
+        return Signer(str(name.value), frozenset(map(str, roles)), in_date)
 
 
 @dataclass(frozen=True)
 class KitIdentity(Authority):
-    """A site's certificate with its key, and the authority's certificate."""
+    """A site's or a person's certificate with its key, and the authority's certificate."""
 
     certificate: str
     key: rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey
 
     @classmethod
     def of(cls, startup: Path) -> KitIdentity:
-        """The identity in a site's `startup/`."""
+        """The identity in a site's or a person's `startup/`."""
         own, file = read_certificate(startup / "client.crt"), startup / "client.key"
         try:
             key = load_pem_private_key(file.read_bytes(), None)

@@ -1,8 +1,8 @@
 """What crosses the network: one flat safetensors buffer per message, the declared fields in its header.
 
 A message is the named tensors of the common adapter (none, in messages without it) and a small JSON object. The
-format has room for nothing else: safetensors refuses buffers with gaps or with bytes after the last tensor, and a
-JSON key that stands twice is refused here.
+format has room for nothing else: buffers with gaps, with bytes after the last tensor, or with a JSON key that stands
+twice are refused. What is read of a message are views of its bytes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from reprlib import repr as short
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from pf2lora.core.layout import Entry, Layout
+from pf2lora.federation.protocol.buffers import METADATA, pieces, views
 from pf2lora.parsing import parse_json, refuse
 
 FIELDS = "pf2lora"  # the header's only metadata key
@@ -51,7 +51,7 @@ class Message(NamedTuple):
 def encode(fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> bytes:
     """A message as bytes."""
     text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
-    return save(dict(tensors or {}), metadata={FIELDS: text})
+    return b"".join(pieces(tensors or {}, {FIELDS: text}))
 
 
 def decode(data: object) -> Message:
@@ -62,9 +62,10 @@ def decode(data: object) -> Message:
         length = int.from_bytes(data[:8], "little")
         if length > LONGEST_HEADER:
             raise ValueError(f"its header has {length} bytes, of which there are {LONGEST_HEADER} at most")
-        metadata = strict_json(data[8 : 8 + length])["__metadata__"]
+        header = strict_json(data[8 : 8 + length])
+        metadata = header[METADATA]
         fields = strict_json(metadata[FIELDS])
-        tensors = load(data)
+        tensors = views(data, 8 + length, header)
     except Exception as error:  # the bytes are foreign: whatever a parser raises, they are no message
         raise Malformed(f"no message of pf2lora: {one_line(error)}") from None
     if set(metadata) != {FIELDS}:

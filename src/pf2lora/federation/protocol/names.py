@@ -20,6 +20,11 @@ def is_site_name(name: str) -> bool:
     return bool(SITE.fullmatch(name)) and name.lower() not in RESERVED
 
 
+def is_person(name: str) -> bool:
+    """People are called by their e-mail addresses, which no site's name can be."""
+    return "@" in name
+
+
 def check_sites(sites: Sequence[str]) -> None:
     """A UserError where a site cannot be called so, or two have one name."""
     for site in sites:

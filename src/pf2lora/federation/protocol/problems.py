@@ -15,6 +15,7 @@ from pf2lora.federation.protocol.checkpoints import StateFolderError
 from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import PolicyBroken, refusal
+from pf2lora.federation.protocol.signed_plan import REFUSALS, PlanRefused
 
 PROBLEMS = {
     "disk-full": "the disk of its state folder is full",
@@ -30,6 +31,7 @@ PROBLEMS = {
     "labels": "its data has labels, or questions without an answer, that the run's --labels do not name",
     "plan": "it has done rounds of a run of this name with another plan: choose another --name",
     "policy": "its own policy.toml does not allow the run",
+    **REFUSALS,
     "masks": "it refused the round's masks or has lost them",
     "summed": "it has given its shares of this round already",
     "base": "it does not hold what the server sent a change of; it gets all of it next",
@@ -45,7 +47,7 @@ OF_A_ROUND = ("loss", "update", "masks", "summed", "base", "refused")
 
 def problem_code(error: Exception) -> str:
     """The code under which a site tells the server of an error."""
-    if isinstance(error, StateFolderError):
+    if isinstance(error, StateFolderError | PlanRefused):
         return error.code
     codes = {
         Diverged: "loss",

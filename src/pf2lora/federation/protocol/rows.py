@@ -8,7 +8,7 @@ process. A block of columns gives the very numbers of the whole matrix, to the l
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pf2lora.federation.protocol.checkpoints import writing
 
-AT_ONCE = 1 << 19  # numbers that are looked at together, which bounds memory
+AT_ONCE = 1 << 17  # numbers that are looked at together, which bounds memory
 WIDTH = 1 << 12  # columns of a block, at least
 
 
@@ -35,15 +35,21 @@ class Rows:
 
     def put(self, name: str, row: Tensor) -> None:
         """Keep a site's row; an earlier one of it goes."""
-        data = row.detach().cpu().contiguous().numpy()
+        self.put_parts(name, len(row), [(0, row)])
+
+    def put_parts(self, name: str, size: int, parts: Iterable[tuple[int, Tensor]]) -> None:
+        """Keep a site's row of `size` numbers, of which there is a part at a time: where it begins, and its numbers."""
         with writing(self.folder):
-            if self.file is None or self.size != len(row):
+            if self.file is None or self.size != size:
                 self.clear()
-                self.file, self.size = TemporaryFile(dir=self.folder, buffering=0), len(row)  # noqa: SIM115
-            rest, at = memoryview(data.data).cast("B"), self.place(name, 0)
-            while rest:
-                written = os.pwrite(self.file.fileno(), rest, at)
-                rest, at = rest[written:], at + written
+                self.file, self.size = TemporaryFile(dir=self.folder, buffering=0), size  # noqa: SIM115
+            self.there.discard(name)
+            for column, part in parts:
+                data = part.detach().cpu().contiguous().numpy()
+                rest, at = memoryview(data.data).cast("B"), self.place(name, column)
+                while rest:
+                    written = os.pwrite(self.file.fileno(), rest, at)
+                    rest, at = rest[written:], at + written
         self.there.add(name)
 
     def clear(self) -> None:

@@ -35,13 +35,10 @@ from torch import Tensor
 
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import ring, shamir
+from pf2lora.federation.protocol.identity import Refused
 from pf2lora.federation.protocol.shamir import HASH, majority
 
 ONCE = bytes(12)  # AES-GCM's nonce: every key encrypts one message
-
-
-class Refused(UserError):
-    """Something in a round of masks is not as it must be; nothing was revealed."""
 
 
 class AlreadySummed(UserError):

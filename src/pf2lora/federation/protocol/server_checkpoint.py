@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
 from torch import Tensor
 
 from pf2lora import atomic
 from pf2lora.errors import UserError, one_line
+from pf2lora.federation.protocol.buffers import pieces
 from pf2lora.federation.protocol.checkpoints import writing
 from pf2lora.parsing import BadJSON, parse_json, read_tensors
 from pf2lora.run.decode import decode
@@ -52,13 +52,12 @@ def write(
     folder: Path, knowledge: Knowledge, common: Tensor | None, kept: list[Tensor], held: Tensor | None = None
 ) -> None:
     """All or nothing; the file of the round before stays until the next one is whole."""
-    # Copies: what a server keeps may share memory with its answer.
-    tensors = {f"{KEPT}{i}": tensor.clone() for i, tensor in enumerate(kept)}
+    tensors = {f"{KEPT}{i}": tensor for i, tensor in enumerate(kept)}
     tensors |= {COMMON: common} if common is not None else {}
     tensors |= {HELD: held} if held is not None else {}
     with writing(folder):
         path = folder / f"round-{knowledge.done:06d}.safetensors"
-        atomic.write_bytes(path, save(tensors, metadata={"server": json.dumps(asdict(knowledge))}))
+        atomic.write_pieces(path, pieces(tensors, {"server": json.dumps(asdict(knowledge))}))
     for old in sorted(folder.glob(FILES))[:-2]:
         old.unlink(missing_ok=True)
 

@@ -112,7 +112,7 @@ class Serving(Participants):
         layout, before = method.arrives(self.done), method.arrives(max(1, self.done - 1))
         if self.held is None or layout.entries != before.entries:
             return Coming(self.common)
-        change = self.wire.answer(layout, self.common.double() - self.held.double())
+        change = self.wire.answer(layout, self.common, self.held)
         return Coming(moved(layout, self.held, change), change)
 
     def now_held(self) -> Tensor | None:

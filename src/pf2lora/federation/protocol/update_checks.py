@@ -95,8 +95,10 @@ def direction(cosines: Tensor, k: int, others: list[int]) -> float:
 
 def starts(session: Serving, sites: Iterable[str]) -> dict[str, Tensor]:
     """What each of the sites began the server's next round with, as it lays out what it sends; nan where the server
-    does not know it. Sites that were served the same share it."""
-    leaves, found, shared = session.known_method.leaves(session.done + 1), dict[str, Tensor](), None
+    does not know it. Sites that were served the same share it; where all that they send was served, it is x itself."""
+    method, found = session.known_method, dict[str, Tensor]()
+    leaves = method.leaves(session.done + 1)
+    shared = session.common if leaves.entries == method.arrives(session.done).entries else None
     for site in sites:
         if shared is not None and not session.apart(site):
             found[site] = shared

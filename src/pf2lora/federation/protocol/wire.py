@@ -15,7 +15,7 @@ site that was not in the round before.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pf2lora.core.layout import Entry, Layout
 from pf2lora.core.method import Method
-from pf2lora.federation.protocol.messages import Malformed, check_tensors, cut, to_flat, to_tensors
+from pf2lora.federation.protocol.messages import Malformed, check_tensors, cut, to_tensors
 from pf2lora.federation.protocol.plan import Plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -95,17 +95,18 @@ class Wire:
             left[entry.name] = fitted(rest, torch.empty(entry.shape, dtype=value.dtype))
         return found, left
 
-    def updated(self, method: Method, number: int, tensors: Named, served: Named) -> Tensor:
-        """What a site sent in round `number` `(n,)`, from its tensors, checked, and what it was `served`: `update`'s
-        other half, at the server."""
+    def updated(
+        self, method: Method, number: int, tensors: Named, served: Named
+    ) -> Iterator[tuple[int, Tensor]]:
+        """What a site sent in round `number`, from its tensors, checked, and what it was `served`: `update`'s other
+        half, at the server. Entry by entry, where its numbers begin in the row `(n,)`, and they; what was truncated is
+        zero again."""
         leaves, changes = method.leaves(number), self.changes(method, number)
-        found = {}
         for entry in leaves.entries:
             value = unpacked(tensors, entry.name)
             if entry.name in changes:
                 value = value + self.begun(method, entry, served, value)
-            found[entry.name] = value
-        return to_flat(leaves, found)
+            yield leaves.offsets[entry.name], fitted(value, torch.empty(entry.shape)).flatten()
 
     def begun(self, method: Method, entry: Entry, served: Named, like: Tensor) -> Tensor | float:
         """From where an entry's change counts, in the shape of `like`: what was served, if the entry is of x; what goes
@@ -123,10 +124,13 @@ class Wire:
 
     # --- down -----------------------------------------------------------------------------------------------
 
-    def answer(self, layout: Layout, change: Tensor) -> dict[str, Tensor]:
-        """A change `(n,)` of the server's x, laid out as `layout`, as named tensors."""
-        whole = to_tensors(layout, change, None, change.dtype)
-        return {name: part for entry in whole for name, part in self.packed(entry, whole[entry]).items()}
+    def answer(self, layout: Layout, x: Tensor, held: Tensor) -> dict[str, Tensor]:
+        """The change from what sites hold `(n,)` to the server's x, laid out as `layout`, as named tensors."""
+        found = dict[str, Tensor]()
+        for entry in layout.entries:  # one by one: the difference is in float64
+            at = slice(layout.offsets[entry.name], layout.offsets[entry.name] + entry.size)
+            found |= self.packed(entry.name, (x[at].double() - held[at].double()).view(entry.shape))
+        return found
 
     def check_answer(self, layout: Layout, tensors: Named, *, change: bool) -> None:
         """`Malformed` unless these are x, or a change of it, laid out as `layout`."""
@@ -202,7 +206,11 @@ def fitted(tensor: Tensor, like: Tensor) -> Tensor:
 
 def moved(layout: Layout, held: Tensor, tensors: Named) -> Tensor:
     """What a site held `(n,)` and the change that came, in float32: the same at both ends, to the last bit."""
-    return held + to_flat(layout, {name: unpacked(tensors, name) for name in layout.by_name})
+    found = held.clone()
+    for entry in layout.entries:
+        at = layout.offsets[entry.name]
+        found[at : at + entry.size] += unpacked(tensors, entry.name).flatten()
+    return found
 
 
 def checksum(held: Tensor) -> int:

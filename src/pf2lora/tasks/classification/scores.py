@@ -14,19 +14,22 @@ def answers(logits: np.ndarray) -> np.ndarray:
 
 def accuracy(gold: np.ndarray, found: np.ndarray) -> float:
     """The share of right answers."""
-    from sklearn.metrics import accuracy_score
-
-    return float(accuracy_score(gold, found))
+    return float((gold == found).mean())
 
 
 def matthews(gold: np.ndarray, found: np.ndarray) -> float | None:
     """Matthews correlation; undefined (None) where the client's data has one label only.
 
-    scikit-learn gives 0 there, which would count a client as a failure that nobody can pass.
+    scikit-learn gives 0 there, which would count a client as a failure that nobody can pass. Elsewhere this is its
+    number, without its checks of the input: a thousand resamplings of a client's rows would wait for them.
     """
-    from sklearn.metrics import matthews_corrcoef
-
-    return None if len(np.unique(gold)) < 2 else float(matthews_corrcoef(gold, found))
+    right, given = (np.bincount(labels - NO_ANSWER).astype(float) for labels in (gold, found))
+    if np.count_nonzero(right) < 2:
+        return None
+    both, count = min(len(right), len(given)), float(len(gold))
+    covariance = float((gold == found).sum()) * count - right[:both] @ given[:both]
+    spread = (count**2 - given @ given) * (count**2 - right @ right)
+    return float(covariance / np.sqrt(spread)) if spread else 0.0
 
 
 def log_loss(gold: np.ndarray, logits: np.ndarray) -> float:

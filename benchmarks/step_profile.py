@@ -1,0 +1,145 @@
+"""Where a local step's time goes on an accelerator, kernel by kernel.
+
+    python benchmarks/step_profile.py --models roberta-base gpt2-medium
+
+The step is timed as a run has it, recorded (`step_time.py`), then run plainly under torch's profiler: time on the
+device by kind of kernel, and the longest kernels with how often each is called. What is between the recorded step's
+time and the kernels' sum is launching and waiting. `--attention` takes one of torch's fused attention kernels instead
+of its own choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import defaultdict
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch._inductor.config
+from both_ways import Way, our_step, set_up
+from shapes import SHAPES, Workload, batches_of, necessary_flops, start
+from timing import ceiling, float32_products, machine, milliseconds, versions
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from pf2lora.adapters.layers import Adapted
+from pf2lora.engines.stepper import no_mask_while_recording
+
+ATTENTION = {
+    "auto": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+KINDS = {  # the first that fits, by the kernel's name
+    "attention": r"flash|fmha|sdpa|cudnn.*attn|attention",
+    "products": r"gemm|nvjet|cutlass|xmma|splitKreduce|s16816|wgmma",
+    "compiled elementwise": r"^triton_",
+    "copies": r"memcpy|memset|copy|CatArray|direct_copy",
+}
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.I)), "other")
+
+
+def kernels(step: Any, steps: int) -> dict[str, tuple[float, float]]:
+    """Microseconds and calls of each kernel in one step."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in profiler.key_averages():
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.self_device_time_total:
+            found[event.key][0] += event.self_device_time_total / steps
+            found[event.key][1] += event.count / steps
+    return {name: (us, calls) for name, (us, calls) in found.items()}
+
+
+def show(found: dict[str, tuple[float, float]], longest: int) -> None:
+    total = sum(us for us, _ in found.values())
+    kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, (us, calls) in found.items():
+        kinds[kind_of(name)][0] += us
+        kinds[kind_of(name)][1] += calls
+    print(f"  kernels {total / 1000:.2f} ms a step")
+    for kind, (us, calls) in sorted(kinds.items(), key=lambda item: -item[1][0]):
+        print(f"  {us / 1000:8.2f} ms {calls:6.0f} calls  {kind}")
+    for name, (us, calls) in sorted(found.items(), key=lambda item: -item[1][0])[:longest]:
+        print(f"    {us / 1000:8.3f} ms {calls:5.0f} x {us / calls:7.1f} us  {name[:150]}")
+
+
+def copied(bind: Any) -> Any:
+    def bound(layer: Adapted, *args: Any) -> None:
+        bind(layer, *args)
+        layer.in_place = False
+
+    return bound
+
+
+def measure(model: str, method: str, clients: int, attention: str, options: argparse.Namespace) -> None:
+    device = torch.device("cuda")
+    work = Workload(SHAPES[model], clients, device, rows=2 * SHAPES[model].batch)
+    work.to("bfloat16")
+    torch.compiler.reset()
+    backend = ATTENTION[attention]
+    way = Way(method, "difference" if method == "pf2lora" else None)
+    trial = set_up(work, way, clients, compile=not options.uncompiled)
+    with sdpa_kernel([backend]) if backend else nullcontext():
+        state, step = start(trial), our_step(trial)
+        batches = batches_of(trial.source, range(clients), 0, trial.method.draws)
+
+        def recorded() -> None:
+            nonlocal state
+            state, _ = step(state, *batches)
+
+        ms = milliseconds(recorded, device, options.repeat)
+        share = necessary_flops(trial.model, batches, way.hypergradient_mode) / ms / 1e9 / options.ceiling
+        print(
+            f"{model} {method} {clients} clients, {attention} attention: {ms:.2f} ms, {share:.0%}", flush=True
+        )
+        if options.longest:
+            first = start(trial)
+            with no_mask_while_recording():  # as the recorded step is made
+                trial.method.step(trial.F, first, *batches)
+                show(kernels(lambda: trial.method.step(trial.F, first, *batches), 3), options.longest)
+    trial.model.remove()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["roberta-base"], choices=list(SHAPES))
+    parser.add_argument("--methods", nargs="+", default=["homlora"], choices=["homlora", "pf2lora"])
+    parser.add_argument("--clients", nargs="+", type=int, default=[8])
+    parser.add_argument("--attention", nargs="+", default=["auto"], choices=list(ATTENTION))
+    parser.add_argument("--uncompiled", action="store_true")
+    parser.add_argument("--copied", action="store_true", help="low-rank additions by baddbmm, which copies")
+    parser.add_argument(
+        "--tuned", action="store_true", help="let the compiler search for its kernels' shapes"
+    )
+    parser.add_argument("--longest", type=int, default=25, help="so many kernels by name; 0: times alone")
+    parser.add_argument("--repeat", type=int, default=20)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no accelerator: torch sees no CUDA device")
+    if options.copied:
+        Adapted.bind = copied(Adapted.bind)  # type: ignore[method-assign]
+    torch._inductor.config.coordinate_descent_tuning = options.tuned
+    with float32_products("high"):
+        options.ceiling = ceiling(torch.bfloat16, torch.device("cuda")) / 1e12
+        where = f"{machine(torch.device('cuda'))}, {versions('torch', 'transformers')}"
+        print(f"{where}; a square product {options.ceiling:.0f} TFLOP/s")
+        for model in options.models:
+            for clients in options.clients:
+                for method in options.methods:
+                    for attention in options.attention:
+                        measure(model, method, clients, attention, options)
+
+
+if __name__ == "__main__":
+    main()

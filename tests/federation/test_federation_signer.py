@@ -1,0 +1,293 @@
+"""Whose plan a site takes: one that a lead of its federation signed, who was not removed. The attacks are those of a
+server, which passes plans on and may hold the kits of sites."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from masked_federation import authority_of, write_kit
+from small_federation import changed, make_plan, write_data, write_model, write_site_file
+
+pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
+
+from flare_federation import LEAD, Flare, flare
+from nvflare.apis.signal import Signal
+from nvflare.fuel.hci.proto import InternalCommands
+from nvflare.fuel.hci.server.constants import ConnProps
+from site_executor import HELLO, ask, context_of, executor_of, lead_of
+from typer.testing import CliRunner
+
+from pf2lora.cli.federation import app
+from pf2lora.errors import UserError
+from pf2lora.federation.flare import admin, processes
+from pf2lora.federation.flare.controller import FederationController
+from pf2lora.federation.flare.executor import BODY, AllowListFilter, SiteExecutor
+from pf2lora.federation.flare.keys import remove, removed
+from pf2lora.federation.flare.logins import RemovedPeople
+from pf2lora.federation.flare.provision import Project, provision
+from pf2lora.federation.flare.rehearse import listening
+from pf2lora.federation.protocol import audit
+from pf2lora.federation.protocol.identity import Authority, KitIdentity
+from pf2lora.federation.protocol.messages import decode, encode
+from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.problems import told
+from pf2lora.federation.protocol.run_status import read_status
+from pf2lora.federation.protocol.server import ServerSession
+from pf2lora.federation.protocol.signed_plan import REFUSALS, PlanRefused, SignedPlan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MEMBER, SITE = "guest@example.org", "site-1"
+Kits = dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
+    """Kits of `provision`, and of another project with the same names."""
+    found: Kits = {}
+    for name in ("trial", "other"):
+        project = Project(name, "localhost", (SITE, "site-2"), port=18210, lead=LEAD, members=(MEMBER,))
+        made = provision(project, tmp_path_factory.mktemp(name) / "kits")
+        found |= made if name == "trial" else {f"other {who}": kit for who, kit in made.items()}
+    return found
+
+
+def identity(kit: Path) -> KitIdentity:
+    """Who signs with the keys of a kit, the server's too."""
+    startup = kit / "startup"
+    if not (startup / "server.key").exists():
+        return KitIdentity.of(startup)
+    key = load_pem_private_key((startup / "server.key").read_bytes(), None)
+    assert isinstance(key, rsa.RSAPrivateKey)
+    return KitIdentity(Authority.of(startup).root, (startup / "server.crt").read_text(), key)
+
+
+def changed_since(kits: Kits, plan: Plan) -> SignedPlan:
+    good = SignedPlan.by(identity(kits[LEAD]), plan)
+    return replace(good, plan=changed(plan, rounds=99).to_json())
+
+
+def signed_as_a_message(kits: Kits, plan: Plan) -> SignedPlan:
+    """The lead's signature of the same text for something else."""
+    lead = identity(kits[LEAD])
+    return SignedPlan(plan.to_json(), lead.certificate, lead.sign(plan.to_json().encode()))
+
+
+def with_the_leads_certificate(kits: Kits, plan: Plan) -> SignedPlan:
+    return replace(SignedPlan.by(identity(kits[SITE]), plan), certificate=identity(kits[LEAD]).certificate)
+
+
+def signed_by(name: str) -> Callable[[Kits, Plan], SignedPlan]:
+    return lambda kits, plan: SignedPlan.by(identity(kits[name]), plan)
+
+
+ATTACKS: dict[str, tuple[Callable[[Kits, Plan], SignedPlan], str]] = {
+    "by nobody": (lambda kits, plan: SignedPlan(plan.to_json()), "signature"),
+    "garbage": (lambda kits, plan: SignedPlan(plan.to_json(), "certificate", "signature"), "signature"),
+    "by another project's lead": (signed_by(f"other {LEAD}"), "signature"),
+    "changed since": (changed_since, "signature"),
+    "signed as something else": (signed_as_a_message, "signature"),
+    "by a site, with the lead's certificate": (with_the_leads_certificate, "signature"),
+    "by another site": (signed_by("site-2"), "signer"),
+    "by the site itself": (signed_by(SITE), "signer"),
+    "by the server": (signed_by("server"), "signer"),
+    "by a member": (signed_by(MEMBER), "signer"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_site_takes_no_plan_that_no_lead_has_signed(
+    attack: str, kits: Kits, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make, code = ATTACKS[attack]
+    plan, kit = make_plan(sites=(SITE,)), tmp_path / "kit"
+    write_site_file(
+        kit / "local" / "site.toml", tmp_path, SITE
+    )  # no data and no model are there to be loaded
+    (kit / "startup").symlink_to(kits[SITE] / "startup")
+    executor, context = SiteExecutor(**asdict(make(kits, plan))), context_of(SITE, kit / "local")
+    for request in (HELLO, encode({"kind": "train", "round": 1})):
+        reply = AllowListFilter().process(ask(executor, context, request), context)
+        fields = decode(reply[BODY]).fields
+        assert fields == {"kind": "problem", "round": 1, "code": code}
+        assert told(fields, plan) == REFUSALS[code]  # what the server makes of it
+    assert f"pf2lora: {SITE}: {REFUSALS[code]}" in capfd.readouterr().err
+    lines = [json.loads(line) for line in (kit / audit.FILE).read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["stays out", "sent", "sent"] and lines[0]["code"] == code
+    assert executor.plan is None and not (tmp_path / "state").exists() and not (kit / "runs").exists()
+
+
+def test_the_leads_signature_is_known_by_every_kit_and_goes_along_with_the_job(
+    kits: Kits, tmp_path: Path
+) -> None:
+    plan = make_plan("homlora")
+    job = admin.write_job(plan, SignedPlan.by(identity(kits[LEAD]), plan), tmp_path)
+    for side in ("client", "server"):
+        (found,) = json.loads((job / "app" / "config" / f"config_fed_{side}.json").read_text())[
+            "executors" if side == "client" else "workflows"
+        ]
+        carried = SignedPlan(**found.get("executor", found)["args"])
+        for name in (SITE, "server"):
+            assert carried.lead(Authority.of(kits[name] / "startup"), ()) == LEAD
+        with pytest.raises(PlanRefused, match="was removed"):
+            carried.lead(Authority.of(kits[SITE] / "startup"), [LEAD])
+        assert Plan.from_json(carried.plan) == plan
+
+
+def test_a_certificate_that_has_ended_signs_no_plan(tmp_path: Path) -> None:
+    lead = write_kit(tmp_path / "lead", LEAD, authority_of(tmp_path), days=-1, role="lead")
+    with pytest.raises(PlanRefused, match="not in date: submit it again with a renewed kit"):
+        SignedPlan.by(lead, make_plan()).lead(lead, ())
+
+
+def test_a_site_that_removes_a_lead_takes_no_more_of_its_messages_and_readmits_it(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_data(tmp_path, (SITE,))
+    kit = tmp_path / "kit"
+    local = write_site_file(kit / "local" / "site.toml", tmp_path, SITE).parent
+    executor, context = executor_of(make_plan(sites=(SITE,)), kit), context_of(SITE, local)
+    (kit / "startup" / "fed_client.json").touch()
+    assert decode(ask(executor, context, HELLO)[BODY]).kind == "hello"
+    said = next(json.loads(line) for line in (kit / audit.FILE).read_text().splitlines())
+    assert (said["event"], said["lead"]) == ("takes part", "lead@example.org")
+    remove(kit, "lead@example.org")
+    train = encode({"kind": "train", "round": 1})
+    for request in (train, HELLO):
+        assert decode(ask(executor, context, request)[BODY]).fields["code"] == "signer-removed"
+    remove(kit, "lead@example.org", back=True)
+    assert decode(ask(executor, context, HELLO)[BODY]).kind == "hello"
+    assert decode(ask(executor, context, train)[BODY]).kind == "update"
+
+
+# --- the server --------------------------------------------------------------------------------------------
+
+
+def controlled(root: Path, signed: SignedPlan) -> FederationController:
+    """The job of a plan, carried out as far as it goes without a site."""
+    made = FederationController(**asdict(signed))
+    made.root, made.folder = root, root / "run"
+    made.folder.mkdir(exist_ok=True)
+    context: Any = SimpleNamespace(get_job_id=lambda: "job-1")
+    made.control_flow(Signal(), context)
+    return made
+
+
+def test_a_server_runs_no_plan_that_no_lead_has_signed_and_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    lead_of(tmp_path)
+    plan = make_plan("homlora")
+    ServerSession(plan, tmp_path / "run")
+    bad = replace(SignedPlan.by(lead_of(tmp_path), plan), plan=changed(plan, rounds=99).to_json())
+    made = controlled(tmp_path, bad)
+    assert (made.status.state, made.status.line) == ("failed", REFUSALS["signature"])
+    assert read_status(tmp_path / "run") is None
+    assert json.loads((tmp_path / "run" / "plan.json").read_text()) == json.loads(plan.to_json())
+
+
+def test_a_removed_leads_run_stops(tmp_path: Path) -> None:
+    plan, lead = make_plan("homlora"), lead_of(tmp_path)
+    (tmp_path / "startup" / "fed_server.json").touch()
+    remove(tmp_path, "lead@example.org")
+    made = controlled(tmp_path, SignedPlan.by(lead, plan))
+    status = read_status(tmp_path / "run")
+    assert status is not None and (status.state, status.line) == ("stopped", REFUSALS["signer-removed"])
+    made.lead = "lead@example.org"  # and one that runs, before its next round
+    with pytest.raises(PlanRefused):
+        made.run_rounds()
+
+
+class Asked(dict[str, Any]):
+    """A command's connection, as far as the filter looks at it."""
+
+    def __init__(self, user: str = "") -> None:
+        super().__init__({ConnProps.USER_NAME: user})
+        self.said: list[str] = []
+        self.append_string = self.append_error = self.said.append
+
+    def get_prop(self, name: str) -> Any:
+        return self.get(name)
+
+
+def test_a_removed_person_neither_logs_in_nor_goes_on_with_a_session(tmp_path: Path) -> None:
+    (tmp_path / "startup").mkdir()
+    (tmp_path / "startup" / "fed_server.json").touch()
+    told: list[str] = []
+    people: Any = RemovedPeople(tmp_path, told.append)
+    login = [InternalCommands.CERT_LOGIN, LEAD]
+    assert people.pre_command(Asked(), login) and people.pre_command(Asked(LEAD), ["submit_job", "x"])
+    remove(tmp_path, LEAD)
+    for user, command in (("", login), (LEAD, ["submit_job", "x"]), (LEAD, ["list_jobs"])):
+        asked = Asked(user)
+        assert not people.pre_command(asked, command)
+        assert f"{LEAD} was removed" in asked.said[0]
+    assert people.pre_command(Asked(MEMBER), ["list_jobs"])
+    assert told == [LEAD] * 3
+    remove(tmp_path, LEAD, back=True)
+    assert people.pre_command(Asked(), login)
+
+
+def test_people_are_removed_at_the_server_and_at_a_site_and_sites_at_the_server_alone(kits: Kits) -> None:
+    for name in ("server", SITE):
+        done = CliRunner().invoke(app, ["remove", MEMBER, "--kit", str(kits[name])])
+        assert done.exit_code == 0 and "is refused from now on" in done.output
+        assert removed(kits[name]) == [MEMBER]
+        done = CliRunner().invoke(app, ["readmit", MEMBER, "--kit", str(kits[name])])
+        assert done.exit_code == 0 and removed(kits[name]) == []
+    with pytest.raises(UserError, match="is not the server's kit"):
+        remove(kits[SITE], "site-2")
+    with pytest.raises(UserError, match="is no kit of the server or a site"):
+        remove(kits[LEAD], MEMBER)
+
+
+@pytest.mark.slow
+def test_people_who_are_removed_from_a_federation_that_runs(tmp_path: Path) -> None:
+    """At a site: it alone is left out, with the same line at both ends. At the server: who logs in is refused in a
+    line, and the run stops, also when the server is started again; readmitted, the lead goes on with it."""
+    plan = make_plan("homlora", (SITE, "site-2"), config={"rounds": 400}, deadline=60)
+    with flare(tmp_path, plan) as run:
+        run.start("server", *plan.sites)
+        remove(run.kits[SITE], LEAD)
+        run.submit()
+        run.wait(lambda: run.round() >= 2, 180, "rounds")
+        assert run.says(f"{SITE} is left out: cannot take part: {REFUSALS['signer-removed']}")
+        assert REFUSALS["signer-removed"] in run.log(SITE)
+        with admin.session(run.kits[LEAD]) as session:
+            assert session.list_jobs()
+            remove(run.kits["server"], LEAD)
+            with pytest.raises(Exception, match=r"removed|not authenticated|AUTH_REMOVED"):
+                session.list_jobs()
+        refused_to_log_in(run)
+        run.wait(lambda: run.state() == "stopped", 60, "the run to stop")
+        stopped = run.round()
+        assert run.says(REFUSALS["signer-removed"]) and f"{LEAD} was refused" in run.log("server")
+        run.kill("server")
+        run.start("server")
+        run.wait(lambda: listening(processes.open_kit(run.kits["server"]).port), 60, "the server")
+        refused_to_log_in(run)
+        assert (run.state(), run.round()) == ("stopped", stopped)
+        remove(run.kits["server"], LEAD, back=True)
+        run.kill("server")  # which lets in again when it is started
+        run.start("server")
+        run.wait(lambda: let_in(run), 60, "the lead to be let in")
+        admin.resume_run(run.kits[LEAD], plan.name)
+        run.wait(lambda: run.round() > stopped, 120, "the run to go on")
+        admin.stop_run(run.kits[LEAD], plan.name)
+
+
+def refused_to_log_in(run: Flare) -> None:
+    with pytest.raises(UserError, match=rf"^{LEAD} was removed from the federation at "):
+        admin.runs(run.kits[LEAD])
+
+
+def let_in(run: Flare) -> bool:
+    with suppress(UserError):  # it may not listen yet
+        return bool(admin.runs(run.kits[LEAD]))
+    return False
