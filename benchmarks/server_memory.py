@@ -3,8 +3,8 @@
     python benchmarks/server_memory.py --sites 4 16 64 --numbers 4000000
     python benchmarks/server_memory.py --sites 4 --numbers 100000 --rounds 1000       # does memory stay flat?
 
-A stand-in for the transport: sites' answers are made one by one and handed to the server's session as FLARE hands them
-over; a child makes them, so that memory and CPU seconds are the session's alone: reading, checks, merge and checkpoint.
+A stand-in for the transport: a round's answers are made by a child and handed to the server's session one by one, as
+FLARE hands them over, so that memory and CPU seconds are the session's alone: reading, checks, merge and checkpoint.
 What FLARE needs beside it: `federation_overhead.py`.
 """
 
@@ -59,11 +59,12 @@ def resident(peak: bool = False) -> float:
     return next(int(line.split()[1]) * 1024 / MB for line in lines if line.startswith(field))
 
 
-def apart(work: Callable[[], bytes], file: Path) -> None:
-    """Write a file in another process: what a site does is none of the server's memory and time."""
+def apart(work: Callable[[str], bytes], files: dict[str, Path]) -> None:
+    """Write the sites' files in another process: what a site does is none of the server's memory and time."""
     child = os.fork()
     if child == 0:
-        file.write_bytes(work())
+        for name, file in files.items():
+            file.write_bytes(work(name))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -106,9 +107,10 @@ def measure(sites: int, numbers: int, rounds: int, wire: str, merge: str) -> dic
             spent = time.process_time() - began
             assert len({id(data) for data in requests.values()}) <= 2  # sites share what they are told
             answers = {}
+            files = {name: Path(scratch) / f"{name}.message" for name in names}
+            apart(partial(message, session, coder, number), files)
             for name in names:
-                apart(partial(message, session, coder, number, name), Path(scratch) / "message")
-                data = (Path(scratch) / "message").read_bytes()
+                data = files[name].read_bytes()
                 began = time.process_time()
                 answers[name] = session.arrived(name, data)
                 spent += time.process_time() - began
