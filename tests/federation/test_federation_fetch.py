@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from figures import private_words
 from safetensors.torch import load_file
-from small_federation import SITES, make_plan, make_small, write_model
+from small_federation import SITES, Small, make_plan, make_small, write_data, write_model, write_site_file
 from task_federation import make_world
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin
-from pf2lora.federation.protocol import fetched
+from pf2lora.federation.protocol import fetched, submitted
+from pf2lora.federation.protocol.messages import decode, encode
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.run.result import load_result
 from pf2lora.run.saved import load_run
@@ -124,6 +125,46 @@ def test_another_base_model_is_refused(tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", seed=1)
     with pytest.raises(UserError, match="is another base model than the sites have"):
         fetched.build(handed_out(tmp_path), tmp_path / "out", str(other))
+
+
+def test_the_sites_precision_is_found(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_data(tmp_path)
+    plan = make_plan("homlora")
+    files = {s: write_site_file(tmp_path / "sites" / s / "site.toml", tmp_path, s) for s in plan.sites}
+    for file in files.values():
+        file.write_text('precision = "bfloat16"\n' + file.read_text())
+    Small(plan, tmp_path, files).run()
+    fetched.build(handed_out(tmp_path), tmp_path / "out", str(tmp_path / "model"))
+    assert load_run(tmp_path / "out", device="cpu").config.model.precision == "bfloat16"
+
+
+@pytest.mark.parametrize(("told", "shown"), [(15.0, 0.75), (500.0, None), (1.7e308, None)])
+def test_a_score_that_cannot_be_is_none(tmp_path: Path, told: float, shown: float | None) -> None:
+    """One site's word ends neither the run nor the lead's look at it; what cannot be added leaves that site out."""
+    small = make_small(tmp_path, make_plan("homlora"))
+
+    def tamper(site: str, data: bytes) -> bytes:
+        message = decode(data)
+        points = {k: v | {"accuracy": told} for k, v in message.fields.items() if k in ("served", "deploy")}
+        return data if site != "site-2" else encode(message.fields | points, message.tensors)
+
+    small.tamper = tamper
+    small.run()
+    fetched.build(handed_out(tmp_path), tmp_path / "out", str(tmp_path / "model"))
+    (run,) = load_result(tmp_path / "out" / "result.json").methods["homlora"].runs
+    assert run.served["accuracy"].per_client[1] == shown and run.served["accuracy"].mean is not None
+
+
+def test_the_model_is_that_of_the_submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit, model = tmp_path / "kit", write_model(tmp_path / "model")
+    kit.mkdir()
+    monkeypatch.chdir(tmp_path)
+    submitted.remember(kit, "first", "model")
+    submitted.remember(kit, "second", "org/on-the-hub")
+    assert submitted.model_of(kit, "first") == str(model) and submitted.model_of(kit, "second")[:4] == "org/"
+    with pytest.raises(UserError, match="the base model of the run 'third' is not known here: --model"):
+        submitted.model_of(kit, "third")
 
 
 def test_a_private_run_is_fetched_without_scores(tmp_path: Path) -> None:

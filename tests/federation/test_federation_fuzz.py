@@ -25,6 +25,7 @@ from pf2lora.federation.protocol.masked import MaskedRound
 from pf2lora.federation.protocol.messages import decode, encode
 from pf2lora.federation.protocol.outcome import scores_at
 from pf2lora.federation.protocol.run_status import read_final
+from pf2lora.tasks.classification.task import METRICS
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,7 +61,11 @@ def test_no_bytes_of_one_site_cost_the_others_a_round(small: Small) -> None:
 
 def test_no_scores_of_one_site_cost_the_others_theirs(small: Small) -> None:
     """The last answers, broken by the hundred: what is written down of them can be read as a result."""
-    random, honest, names = Random(0), small.coordinator, dict.fromkeys(("accuracy", "loss"))
+    random, honest, names = (
+        Random(0),
+        small.coordinator,
+        {name: METRICS[name] for name in ("accuracy", "loss")},
+    )
     while not honest.over:
         small.round()
     last = small.ask(honest.finish_requests(list(SITES)))

@@ -164,6 +164,8 @@ def test_an_expired_certificate_is_named(tmp_path: Path) -> None:
     expire(kits["clinic-a"] / "startup")
     with pytest.raises(UserError, match=r"the certificate of clinic-a \(client.crt\) expired on 20\d\d-"):
         open_kit(kits["clinic-a"])
+    done = CliRunner().invoke(app, ["leave", str(kits["clinic-a"])])
+    assert "clinic-a is not running from" in str(done.exception)  # one that runs can be ended all the same
 
 
 def test_a_lead_hears_of_its_own_certificate(

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
 from pf2lora.cli.federation import app
-from pf2lora.cli.federation_watch import happened
+from pf2lora.cli.federation_watch import described, happened
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import front, processes
 from pf2lora.federation.flare.processes import free_port
@@ -165,6 +165,20 @@ def test_the_leads_view_has_the_same_events() -> None:
     names = [(name, told.get("state"), told["round"]) for name, told in happened(jobs())]
     states = [("run_state", "submitted", 0), ("run_state", "running", 0), ("round_ended", None, 1)]
     assert names == [*states, ("round_ended", None, 2), ("run_state", "finished", 2)]
+
+
+def test_who_was_away_at_the_end_is_told_to_the_lead() -> None:
+    now = {
+        "state": "finished",
+        "round": 3,
+        "rounds": 3,
+        "absent": ["b"],
+        "left_out": {"c": "its disk is full"},
+    }
+    job = {"name": "first", "status": "FINISHED:COMPLETED", "pf2lora": now}
+    assert described(job) == (
+        "finished, round 3 of 3; c is left out: its disk is full; b is without the last x"
+    )
 
 
 def test_join_writes_events_and_nothing_else_to_standard_output(

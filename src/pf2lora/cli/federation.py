@@ -208,6 +208,7 @@ def submit(
 ) -> None:
     """Hand a run to the server. The same command resumes one that was stopped."""
     from pf2lora.federation.protocol.plan import Plan
+    from pf2lora.federation.protocol.submitted import remember
 
     config = read_config(settings, file)
     plan = Plan.of(
@@ -232,6 +233,8 @@ def submit(
         show_submission(plan, config)
         return
     job = engine().submit(kit, plan)
+    if config.model.name:
+        remember(kit, name, config.model.name)
     typer.echo(f"run {name!r} is job {job}: deadline {deadline:g} s a round, quorum {quorum:g}")
 
 
@@ -275,7 +278,13 @@ def keep_newest(kit: KitFolder, name: Annotated[str, typer.Argument(help="The ru
 def fetch(
     kit: LeadKit,
     name: Annotated[str, typer.Argument(help="The run's name.")],
-    model: Annotated[str, typer.Option("--model", help="The base model: a folder or a hub name.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="The base model: a folder or a hub name (default: what the run was submitted with).",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="The run folder to write (default: runs/NAME).")
     ] = None,
@@ -289,10 +298,12 @@ def fetch(
 
     from pf2lora.cli.show import quiet_libraries, show_result
     from pf2lora.federation.protocol.fetched import build
+    from pf2lora.federation.protocol.submitted import model_of
 
+    base = model or model_of(kit, name)
     quiet_libraries()
     where = out or Path("runs") / name
     with tempfile.TemporaryDirectory() as scratch:
         traits = ["pairs"] if pairs else []
-        result = build(engine().fetch(kit, name, Path(scratch)), where, model, force=force, traits=traits)
+        result = build(engine().fetch(kit, name, Path(scratch)), where, base, force=force, traits=traits)
     show_result(result, where)

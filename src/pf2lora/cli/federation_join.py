@@ -98,6 +98,8 @@ def write(event: str, values: dict[str, Any]) -> None:
 
 def leave(kit: KitFolder) -> None:
     """End the server or the site that runs from a kit on this machine, whoever started it."""
-    opened = engine().open_kit(kit)
+    opened = engine().read_kit(
+        kit
+    )  # also one that could not be started any more: expired, or with a key that others read
     engine().leave(opened)
     tell(f"{opened.name} has ended")

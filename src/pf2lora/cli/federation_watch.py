@@ -30,8 +30,7 @@ def status(kit: LeadKit) -> None:
         limits = (f"{now['deadline']:g} s", f"{now['quorum']:g}") if now else ("", "")
         state = now.get("state") or job["status"].lower()
         table.add_row(*map(safe, (job["name"], job["job_id"][:8], state, at, there, *limits)))
-        said = [f"{site} is left out: {why}" for site, why in now.get("left_out", {}).items()]
-        said += [now["line"]] if now.get("line") else []
+        said = [*remarks(now), *([now["line"]] if now.get("line") else [])]
         lines += [f"{job['name']} ({job['job_id'][:8]}): {line}" for line in said]
     console = Console()
     console.print(table)
@@ -77,7 +76,7 @@ def changes(jobs: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def described(job: dict[str, Any]) -> str:
-    """Where a run stands: state, round, loss, who is there, who is left out and why."""
+    """Where a run stands: state, round, loss, who is there, who is not and why."""
     now = job.get("pf2lora") or {}
     if not now:
         return str(job["status"]).lower()
@@ -86,5 +85,11 @@ def described(job: dict[str, Any]) -> str:
         parts.append(f"loss {now['loss']:.4f}")
     if now.get("present"):
         parts.append(f"{len(now['present'])} sites ({', '.join(now['present'])})")
-    parts += [f"{site} is left out: {why}" for site, why in now.get("left_out", {}).items()]
+    parts += remarks(now)
     return "; ".join([*parts, *([now["line"]] if now.get("line") else [])])
+
+
+def remarks(now: dict[str, Any]) -> list[str]:
+    """Who is left out and why, and who was away at the end: they get the last x when they come back."""
+    said = [f"{site} is left out: {why}" for site, why in now.get("left_out", {}).items()]
+    return [*said, *(f"{site} is without the last x" for site in now.get("absent", []))]

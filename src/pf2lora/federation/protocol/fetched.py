@@ -28,7 +28,7 @@ from pf2lora.parsing import read_text
 from pf2lora.run import folder as run_folder
 from pf2lora.run.config import from_dict, merged, to_toml
 from pf2lora.run.result import Result
-from pf2lora.run.workload import Workload, build_task, choose_device, load_base
+from pf2lora.run.workload import DTYPES, Workload, build_task, choose_device, load_base
 
 PLAN = "plan.json"
 
@@ -48,14 +48,19 @@ def build(folder: Path, out: Path, model: str, *, force: bool = False, traits: S
     )  # for who opens the folder elsewhere
     own = {"model": {"name": place, "device": "cpu"}, "training": {"method": [plan.method], "seeds": 1}}
     config = from_dict(merged(plan.config, own), str(folder / PLAN))
-    task = build_task(config, plan.labels, plan.metric)
-    device = choose_device(config.model.device)
-    base = load_base(config, task, device)
     newest = server_checkpoint.newest(folder)
     if newest is None:
         raise UserError(f"the run {plan.name!r} has no finished round: there is nothing to fetch")
     facts = server_checkpoint.facts_of(server_checkpoint.read(newest)[0], newest)
-    if facts["model"] != digest(base, model_settings(base.config.to_dict()), fresh_parameters(base)):
+    device = choose_device(config.model.device)
+    # In which precision the sites hold it is their own affair, but for all the same one: the digest knows it.
+    for precision in DTYPES:
+        config = replace(config, model=replace(config.model, precision=precision))
+        task = build_task(config, plan.labels, plan.metric)
+        base = load_base(config, task, device)
+        if facts["model"] == digest(base, model_settings(base.config.to_dict()), fresh_parameters(base)):
+            break
+    else:
         raise UserError(
             f"{model!r} is another base model than the sites have (the digests of config and weights differ): --model "
             f"names a copy of theirs"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from pf2lora.run.evaluation import summary
 from pf2lora.run.result import Choice, MethodResult, Numbers, Result, RoundRecord, SeedRun, SentBytes
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import Workload
+from pf2lora.tasks.settings import Metric
+
+LOSS = {"loss": Metric("validation loss", higher_is_better=False, percent=False)}
 
 
 def collect(
@@ -132,7 +135,7 @@ def round_records(
             round=record["round"],
             seconds=record["seconds"],
             train_loss=means(record["scores"], "loss") or [None] * len(plan.sites),
-            validation_loss=(scores_at(plan, after, "validation", ["loss"]) or {}).get("loss"),
+            validation_loss=(scores_at(plan, after, "validation", LOSS) or {}).get("loss"),
             served=scores_at(plan, after, "served", metrics),
             before_averaging=scores_at(plan, before[record["round"]], "before", metrics),
             second_order_share=means(record["scores"], "second_order"),
@@ -143,13 +146,21 @@ def round_records(
 
 
 def scores_at(
-    plan: Plan, answers: Mapping[str, Any], point: str, metrics: Iterable[str]
+    plan: Plan, answers: Mapping[str, Any], point: str, metrics: Mapping[str, Metric]
 ) -> dict[str, Numbers] | None:
     """The sites' scores at a point, from their sums; None where nobody was measured."""
     found = [answers.get(site, {}).get(point) for site in plan.sites]
     if not any(found):
         return None
-    return {m: [f[m] / f["rows"] if f and m in f and f["rows"] else None for f in found] for m in metrics}
+    return {name: [score(sums or {}, name, metric) for sums in found] for name, metric in metrics.items()}
+
+
+def score(sums: Mapping[str, float], name: str, metric: Metric) -> float | None:
+    """A score from a site's sums. None where it told none, or one that cannot be: a share beyond all of its rows."""
+    if not sums.get("rows") or name not in sums:
+        return None
+    value = sums[name] / sums["rows"]
+    return None if metric.percent and abs(value) > 1 + 1e-6 else value
 
 
 def read_choice(state: Path, client: str, last: int) -> Choice:

@@ -17,6 +17,7 @@ from torch import Tensor
 from pf2lora.atomic import write_json
 from pf2lora.core.method import State, StepStats
 from pf2lora.engines.local import Round
+from pf2lora.federation.protocol.allow_list import is_number
 from pf2lora.federation.protocol.checkpoints import (
     BEST,
     Checkpoint,
@@ -126,7 +127,7 @@ class SiteModels:
         scores = measure(self.trial, models, final=final).scores
         rows = len(self.trial.workload.clients[0].test)
         sums = {name: v * rows for name, (value,) in scores.items() if (v := finite(value)) is not None}
-        return {"rows": rows} | sums
+        return {"rows": rows} | {name: total for name, total in sums.items() if is_number(total)}
 
     def keep_scores(self, found: dict[str, Sums]) -> None:
         """The scores of a private run's end, which do not leave: for the site itself."""
