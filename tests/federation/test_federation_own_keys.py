@@ -26,14 +26,13 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 
 from pf2lora.cli.federation import app
 from pf2lora.errors import UserError
-from pf2lora.federation.flare import admin, front, keys, processes
+from pf2lora.federation.flare import admin, front, processes
 from pf2lora.federation.flare.keys import (
     check_known,
     make_authority,
     make_kit,
     make_request,
     remove,
-    removed,
     sign,
 )
 from pf2lora.federation.flare.rehearse import listening
@@ -41,6 +40,7 @@ from pf2lora.federation.flare.resumer import RunResumer, note
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.identity import KitIdentity
 from pf2lora.federation.protocol.policy import Policy, read_policy
+from pf2lora.federation.protocol.removals import REMOVED, removed
 from pf2lora.federation.protocol.run_status import SITES
 
 PROJECT = """name = "clinics"
@@ -241,14 +241,14 @@ def test_a_removed_site_is_on_flares_own_list(server: Path) -> None:
     remove(server, "site-1", back=True)
     assert removed(server) == ["site-2"]
     manager = ClientManager(project_name="clinics")
-    manager.set_disabled_clients_file(str(server / keys.REMOVED))
+    manager.set_disabled_clients_file(str(server / REMOVED))
     assert manager.is_client_disabled("site-2") and not manager.is_client_disabled("site-1")
     assert audit.verify(server).lines == 3
     with pytest.raises(UserError, match="site-1 was not removed"):
         remove(server, "site-1", back=True)
-    with pytest.raises(UserError, match="is not the server's kit"):
+    with pytest.raises(UserError, match="is no kit of the server or a site"):
         remove(server / "startup", "site-1")
-    (server / keys.REMOVED).write_text('{"disabled_clients": 3}')
+    (server / REMOVED).write_text('{"disabled_clients": 3}')
     with pytest.raises(UserError, match="is damaged"):
         removed(server)
 

@@ -87,6 +87,6 @@ def test_a_lead_s_own_plan_is_taken_whatever_their_settings_name(kit: Path) -> N
 
 
 def test_a_plan_is_looked_at_however_it_is_made() -> None:
+    plan = make_plan("homlora", (SITE,))
     with pytest.raises(NotShared, match=r"\[data\]"):
-        plan = make_plan("homlora", (SITE,))
         replace(plan, config=merged(plan.config, {"data": {"test_limit": 8}}))

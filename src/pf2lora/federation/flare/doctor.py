@@ -17,7 +17,6 @@ from pathlib import Path
 from pf2lora import __version__
 from pf2lora.errors import UserError
 from pf2lora.federation import require_nvflare
-from pf2lora.federation.flare.keys import removed
 from pf2lora.federation.flare.processes import (
     EXPIRING,
     Kit,
@@ -42,6 +41,7 @@ from pf2lora.federation.protocol.checkup import (
     owners_alone,
 )
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.removals import removed
 from pf2lora.federation.protocol.site_setup import SITE_FILE
 
 RULES = ("resources.json", "authorization.json", INSIDE)  # without which FLARE would fall back on its own

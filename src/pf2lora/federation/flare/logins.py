@@ -11,7 +11,8 @@ from nvflare.fuel.hci.proto import InternalCommands
 from nvflare.fuel.hci.server.constants import ConnProps
 from nvflare.fuel.hci.server.reg import CommandFilter
 
-from pf2lora.federation.flare.keys import REMOVED_CODE, removed
+from pf2lora.federation.flare.keys import REMOVED_CODE
+from pf2lora.federation.protocol.removals import removed
 
 
 class RemovedPeople(CommandFilter):

@@ -23,10 +23,11 @@ from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.doubles import Connections
-from pf2lora.federation.flare.keys import check_known, removed
+from pf2lora.federation.flare.keys import check_known
 from pf2lora.federation.flare.logins import RemovedPeople, keep_out
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.names import is_person
+from pf2lora.federation.protocol.removals import removed
 from pf2lora.federation.protocol.run_status import (
     ALIVE,
     RUN,
