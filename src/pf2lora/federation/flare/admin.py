@@ -17,8 +17,9 @@ from pf2lora import atomic
 from pf2lora.errors import UserError, listed
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.flare.keys import REMOVED_CODE
-from pf2lora.federation.flare.processes import Kit, expiry_warning
+from pf2lora.federation.flare.processes import expiry_warning
 from pf2lora.federation.flare.provision import SCOPE, SERVER_CLASSES, SITE_CLASSES
+from pf2lora.federation.kit import Kit
 from pf2lora.federation.protocol.identity import KitIdentity
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.run_status import RUN, UNFINISHED, Status
@@ -96,7 +97,7 @@ def session(kit: Path) -> Iterator[Any]:
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
     settings = json.loads(file.read_text())["admin"]
-    line = expiry_warning(Kit(kit, settings["username"], False, {}))
+    line = expiry_warning(Kit(kit, settings["username"], server=False))
     if line:
         print(line, file=sys.stderr, flush=True)
     where = f"{settings['host']}:{settings['port']}"

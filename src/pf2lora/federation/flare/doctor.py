@@ -19,7 +19,6 @@ from pf2lora.errors import UserError
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.flare.processes import (
     EXPIRING,
-    Kit,
     Running,
     certificates,
     check_key,
@@ -30,6 +29,7 @@ from pf2lora.federation.flare.processes import (
 )
 from pf2lora.federation.flare.provision import INSIDE
 from pf2lora.federation.flare.reach import PATIENCE, connected, proxy_for
+from pf2lora.federation.kit import Kit
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.checkup import (
     Check,
@@ -135,7 +135,7 @@ def keys(kit: Kit) -> str:
 
 def server(kit: Kit, seen: list[bytes]) -> str:
     """The server answers, is this authority's, and lets this certificate in. Its own is added to `seen`."""
-    host, port = kit.address
+    host, port = kit.host, kit.port
     where = f"{host}:{port}"
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
