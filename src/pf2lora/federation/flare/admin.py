@@ -47,7 +47,7 @@ class Queued:
         found = Status("queued", 0, self.rounds, deadline=self.deadline, quorum=self.quorum)
         found.present = [site for site in self.sites if site in connected]
         absent = [site for site in self.sites if site not in connected]
-        if absent and len(connected) < needed:
+        if len(found.present) < needed:
             found.line = f"it waits for sites, of which {needed} are needed: {listed(absent)} not connected"
         return found
 
@@ -60,7 +60,9 @@ def write_job(plan: Plan, signed: SignedPlan, folder: Path) -> Path:
     meta = {
         "name": plan.name,
         "resource_spec": {},
-        "deploy_map": {"app": ["@ALL"]},
+        # The plan's alone: of @ALL, FLARE counts anybody, and sends everybody every plan. Who of them is away when a job
+        # begins is not in it, and gets into the run's next one.
+        "deploy_map": {"app": ["server", *plan.sites]},
         "min_clients": plan.needed(len(plan.sites)),
         "scope": SCOPE,
         RUN: asdict(Queued(list(plan.sites), plan.run.training.rounds, plan.deadline, plan.quorum)),
