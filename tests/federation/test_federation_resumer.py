@@ -331,6 +331,7 @@ def test_the_loss_of_a_round_is_the_mean_over_sites() -> None:
     }
     assert mean_loss(told) == 1.0
     assert mean_loss({"a": {"steps": 2}}) is None
+    assert mean_loss({"a": told["a"]}) is None, "it would be that of a single site"
 
 
 @pytest.mark.parametrize("dead", [{"a"}, {"b"}])

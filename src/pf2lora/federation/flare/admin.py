@@ -60,8 +60,8 @@ def write_job(plan: Plan, signed: SignedPlan, folder: Path) -> Path:
     meta = {
         "name": plan.name,
         "resource_spec": {},
-        # The plan's alone: of @ALL, FLARE counts anybody, and sends everybody every plan. Who of them is away when a job
-        # begins is not in it, and gets into the run's next one.
+        # The plan's alone: of @ALL, FLARE counts anybody, and sends everybody every plan. Who is away when a job begins
+        # is not in it, and gets into the run's next one.
         "deploy_map": {"app": ["server", *plan.sites]},
         "min_clients": plan.needed(len(plan.sites)),
         "scope": SCOPE,
