@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from cryptography import x509
@@ -251,6 +252,29 @@ def test_a_removed_site_is_on_flares_own_list(server: Path) -> None:
     (server / REMOVED).write_text('{"disabled_clients": 3}')
     with pytest.raises(UserError, match="is damaged"):
         removed(server)
+
+
+def test_a_removed_site_that_is_turned_away_gives_nobody_else_back(
+    server: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nvflare.private.fed.server.client_manager import ClientManager
+
+    monkeypatch.chdir(server)
+    remove(server, "site-0")
+    manager = ClientManager(project_name="clinics")
+    manager.set_disabled_clients_file(str(server / REMOVED))  # as FLARE's server does when it is made
+    engine, resumer = Mock(), RunResumer()
+    engine.server.client_manager = manager
+    jobs = Mock(get_jobs_by_status=lambda *which: [], get_all_jobs=lambda *which: [])
+    engine.get_component.return_value = jobs
+    context: Any = SimpleNamespace(get_engine=lambda: engine)
+    resumer.started(context)
+    for name in ("lead@pf2lora.local", "site-1", "site-2"):
+        remove(server, name)
+    remove(server, "site-0", back=True)
+    resumer.turn_away("site-1", context)
+    assert manager.is_client_disabled("site-0") and manager.is_client_disabled("site-1")
+    assert removed(server) == ["lead@pf2lora.local", "site-1", "site-2"]
 
 
 def test_a_running_server_turns_a_removed_site_away(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:

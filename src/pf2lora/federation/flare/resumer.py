@@ -104,6 +104,8 @@ class RunResumer(FLComponent):
         on."""
         engine = fl_ctx.get_engine()
         keep_out(engine.server, self.people)
+        # FLARE has read its list of removed names, and would write its own over ours, without those removed since.
+        engine.server.client_manager.set_disabled_clients_file("")
         engine.get_cell().core_cell.set_cell_disconnected_cb(
             lambda cell: self.connections.closed(cell.get_fqcn())
         )
