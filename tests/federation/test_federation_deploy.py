@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,15 @@ def test_a_container_starts_a_participant_and_can_do_little_else(name: str) -> N
     assert opened == (["8002:8002"] if name == "server" else [])
     written = [volume for volume in service["volumes"] if not volume.endswith(":ro")]
     assert written == ["./kit:/kit", *([] if name == "server" else ["./state:/state"])]
+
+
+def test_the_image_of_the_services_can_do_what_runs_ask_of_them() -> None:
+    """Any run that a lead can submit, one with differential privacy included."""
+    (extras,) = re.findall(
+        r'pip install [^\n]*"\.\[([\w,]+)\]"', (ROOT / "Dockerfile").read_text(encoding="utf8")
+    )
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
+    assert {"federation", "privacy"} <= set(extras.split(",")) <= set(declared["optional-dependencies"])
 
 
 def test_only_the_service_with_a_gpu_asks_for_one() -> None:

@@ -24,6 +24,7 @@ from pf2lora.cli.federation import app
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import doctor, processes, reach
 from pf2lora.federation.flare.provision import Project, provision
+from pf2lora.federation.kit import Kit
 from pf2lora.federation.protocol import checkup
 from pf2lora.federation.protocol.checkup import Check, examine, free_space
 
@@ -55,7 +56,7 @@ def kit(root: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def listening(kit: processes.Kit, authority: Path | None = None) -> Iterator[None]:
+def listening(kit: Kit, authority: Path | None = None) -> Iterator[None]:
     """A server with the certificate of `kit`, that greets who has a certificate of `authority`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(kit.certificate, kit.key)

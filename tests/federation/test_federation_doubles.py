@@ -17,6 +17,7 @@ from pf2lora.federation.flare import processes
 from pf2lora.federation.flare.doubles import Connections
 from pf2lora.federation.flare.keys import remove
 from pf2lora.federation.flare.resumer import RunResumer
+from pf2lora.federation.kit import Kit
 from pf2lora.federation.protocol import audit
 
 
@@ -108,7 +109,7 @@ def test_a_site_that_registers_while_it_is_heard_of_is_spoken_of(
 
 def test_join_says_that_it_was_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = tmp_path / processes.ERRORS
-    kit = processes.Kit(tmp_path, "site-1", False, {})
+    kit = Kit(tmp_path, "site-1", server=False)
     script = f"open({str(errors)!r}, 'a').write('registration rejected: x'); raise SystemExit(101)"
     made = [sys.executable, "-c", script]
     monkeypatch.setattr(processes, "start", lambda kit, log: subprocess.Popen(made))

@@ -13,6 +13,7 @@ from masked_federation import make_masked, masked_plan, more_kit, plain
 from small_federation import SITES, Small, make_plan, make_small
 
 from pf2lora.errors import UserError
+from pf2lora.federation.flare.keys import remove
 from pf2lora.federation.protocol import messages, ring, shamir
 from pf2lora.federation.protocol.allow_list import AllowList, read_request
 from pf2lora.federation.protocol.identity import KitIdentity
@@ -255,6 +256,22 @@ def test_with_so_many_of_the_plans_sites_as_are_a_majority_with_one_more_a_serve
     assert found is not None and saved is not None
     (own,) = small.setups["site-1"].method.send(saved.state, 1)[1]
     assert (ring.from_ring(found) - own.double()).abs().max() <= ring.STEP
+
+
+def test_with_a_site_that_it_has_removed_a_site_is_in_no_sum(tmp_path: Path) -> None:
+    """Whatever the plan and the server say: those who would read site-1's update by the test above get nothing."""
+    small = make_masked(tmp_path, masked_plan("homlora"))
+    kits = {site: file.parent.parent for site, file in small.files.items()}
+    (kits["site-1"] / "startup" / "fed_client.json").touch()
+    remove(kits["site-1"], "site-3")
+    known = {site: KitIdentity.of(kits[site] / "startup") for site in ("site-2", "site-3")}
+    assert Accomplice(small, known).update() is None
+    small.greet()
+    record = small.round()
+    assert record["answered"] == ["site-2", "site-3", "site-4"] and list(record["refused"]) == ["site-1"]
+    assert small.round(["site-1", "site-2", "site-4"])["answered"] == ["site-1", "site-2", "site-4"]
+    remove(kits["site-1"], "site-3", back=True)
+    assert small.round()["answered"] == list(SITES)
 
 
 def test_a_site_is_in_the_plans_rounds_and_in_no_others(tmp_path: Path) -> None:

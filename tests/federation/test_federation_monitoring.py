@@ -22,6 +22,7 @@ from pf2lora.cli.federation_watch import described, happened
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import front, processes
 from pf2lora.federation.flare.processes import free_port
+from pf2lora.federation.kit import Kit
 from pf2lora.federation.protocol.kit_events import KitEvents
 from pf2lora.federation.protocol.metrics import Participant, address, exposition, published, runs
 from pf2lora.federation.protocol.run_status import ALIVE, Status, run_folder, write_status
@@ -187,12 +188,12 @@ def test_join_writes_events_and_nothing_else_to_standard_output(
     from datetime import UTC, datetime
     from types import SimpleNamespace
 
-    kit = processes.Kit(tmp_path, "clinic-a", False, {"servers": [{"service": {"target": "localhost:1"}}]})
+    kit = Kit(tmp_path, "clinic-a", server=False, host="localhost", port=1)
     ends = SimpleNamespace(not_valid_after_utc=datetime(2100, 1, 1, tzinfo=UTC))
     monkeypatch.setattr(front, "open_kit", lambda folder: kit)
     monkeypatch.setattr(processes, "certificates", lambda kit: (ends, ends))
 
-    def runs_for_a_while(kit: processes.Kit, meanwhile: Any, log: Any) -> int:
+    def runs_for_a_while(kit: Kit, meanwhile: Any, log: Any) -> int:
         assert log is not None, "FLARE's words go to standard error"
         put(kit.folder, round=2, loss=0.5)
         meanwhile()

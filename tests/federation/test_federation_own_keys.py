@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from cryptography import x509
@@ -26,14 +27,13 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 
 from pf2lora.cli.federation import app
 from pf2lora.errors import UserError
-from pf2lora.federation.flare import admin, front, keys, processes
+from pf2lora.federation.flare import admin, front, processes
 from pf2lora.federation.flare.keys import (
     check_known,
     make_authority,
     make_kit,
     make_request,
     remove,
-    removed,
     sign,
 )
 from pf2lora.federation.flare.rehearse import listening
@@ -41,6 +41,7 @@ from pf2lora.federation.flare.resumer import RunResumer, note
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.identity import KitIdentity
 from pf2lora.federation.protocol.policy import Policy, read_policy
+from pf2lora.federation.protocol.removals import REMOVED, removed
 from pf2lora.federation.protocol.run_status import SITES
 
 PROJECT = """name = "clinics"
@@ -241,16 +242,39 @@ def test_a_removed_site_is_on_flares_own_list(server: Path) -> None:
     remove(server, "site-1", back=True)
     assert removed(server) == ["site-2"]
     manager = ClientManager(project_name="clinics")
-    manager.set_disabled_clients_file(str(server / keys.REMOVED))
+    manager.set_disabled_clients_file(str(server / REMOVED))
     assert manager.is_client_disabled("site-2") and not manager.is_client_disabled("site-1")
     assert audit.verify(server).lines == 3
     with pytest.raises(UserError, match="site-1 was not removed"):
         remove(server, "site-1", back=True)
-    with pytest.raises(UserError, match="is not the server's kit"):
+    with pytest.raises(UserError, match="is no kit of the server or a site"):
         remove(server / "startup", "site-1")
-    (server / keys.REMOVED).write_text('{"disabled_clients": 3}')
+    (server / REMOVED).write_text('{"disabled_clients": 3}')
     with pytest.raises(UserError, match="is damaged"):
         removed(server)
+
+
+def test_a_removed_site_that_is_turned_away_gives_nobody_else_back(
+    server: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nvflare.private.fed.server.client_manager import ClientManager
+
+    monkeypatch.chdir(server)
+    remove(server, "site-0")
+    manager = ClientManager(project_name="clinics")
+    manager.set_disabled_clients_file(str(server / REMOVED))  # as FLARE's server does when it is made
+    engine, resumer = Mock(), RunResumer()
+    engine.server.client_manager = manager
+    jobs = Mock(get_jobs_by_status=lambda *which: [], get_all_jobs=lambda *which: [])
+    engine.get_component.return_value = jobs
+    context: Any = SimpleNamespace(get_engine=lambda: engine)
+    resumer.started(context)
+    for name in ("lead@pf2lora.local", "site-1", "site-2"):
+        remove(server, name)
+    remove(server, "site-0", back=True)
+    resumer.turn_away("site-1", context)
+    assert manager.is_client_disabled("site-0") and manager.is_client_disabled("site-1")
+    assert removed(server) == ["lead@pf2lora.local", "site-1", "site-2"]
 
 
 def test_a_running_server_turns_a_removed_site_away(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,12 @@ from nvflare.apis.signal import Signal
 
 from pf2lora.federation.flare import presence
 from pf2lora.federation.flare.controller import TRIES, FederationController
-from pf2lora.federation.flare.keys import REMOVED
 from pf2lora.federation.flare.presence import FREE, NewJob
 from pf2lora.federation.flare.resumer import note
 from pf2lora.federation.protocol.messages import encode
 from pf2lora.federation.protocol.pauses import LONGEST, Pauses
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.removals import REMOVED
 from pf2lora.federation.protocol.run_status import SITES as REGISTERED
 from pf2lora.federation.protocol.run_status import read_lines, read_status
 from pf2lora.federation.protocol.server import ServerSession

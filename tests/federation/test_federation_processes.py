@@ -17,7 +17,7 @@ import psutil
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import processes
-from pf2lora.federation.flare.processes import Kit
+from pf2lora.federation.kit import Kit
 
 FAMILY = """
 import subprocess, sys, time
@@ -56,7 +56,7 @@ def sleeping(kit: Kit) -> list[str]:
 def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kit:
     monkeypatch.setattr(processes, "command", sleeping)
     monkeypatch.setattr(processes, "check_port", lambda kit: None)
-    return Kit(tmp_path, "server", True, {})
+    return Kit(tmp_path, "server", server=True)
 
 
 def test_leave_ends_what_runs_from_a_kit(kit: Kit) -> None:

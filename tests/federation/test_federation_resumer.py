@@ -29,8 +29,9 @@ from nvflare.fuel.flare_api.api_spec import InternalError
 
 from pf2lora.cli.federation_watch import changes, described
 from pf2lora.errors import UserError
-from pf2lora.federation.flare import admin, keys, resumer
+from pf2lora.federation.flare import admin, resumer
 from pf2lora.federation.flare.resumer import CONTINUES, JobStore, RunResumer
+from pf2lora.federation.protocol.removals import REMOVED
 from pf2lora.federation.protocol.run_status import (
     LINES,
     RUN,
@@ -134,7 +135,7 @@ def test_a_run_whose_folder_was_cleaned_up_does_not_begin_anew(server: Server, s
 def test_a_mistyped_or_removed_site_is_refused_when_a_run_is_submitted(server: Server) -> None:
     (server.root / "local").mkdir()
     (server.root / "local" / "sites.json").write_text('["clinic-a", "clinic-b"]')
-    (server.root / keys.REMOVED).write_text('{"disabled_clients": ["clinic-b"]}')
+    (server.root / REMOVED).write_text('{"disabled_clients": ["clinic-b"]}')
 
     def submitted(*sites: str) -> Any:
         server.context.set_prop(FLContextKey.JOB_BLOCK_REASON, None, private=True, sticky=False)
@@ -330,6 +331,7 @@ def test_the_loss_of_a_round_is_the_mean_over_sites() -> None:
     }
     assert mean_loss(told) == 1.0
     assert mean_loss({"a": {"steps": 2}}) is None
+    assert mean_loss({"a": told["a"]}) is None, "it would be that of a single site"
 
 
 @pytest.mark.parametrize("dead", [{"a"}, {"b"}])

@@ -4,6 +4,7 @@ server, which passes plans on and may hold the kits of sites."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -20,9 +21,12 @@ from small_federation import changed, make_plan, write_data, write_model, write_
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
 from flare_federation import LEAD, Flare, flare
+from nvflare.apis.event_type import EventType
 from nvflare.apis.signal import Signal
 from nvflare.fuel.hci.proto import InternalCommands
 from nvflare.fuel.hci.server.constants import ConnProps
+from nvflare.fuel.hci.server.reg import ServerCommandRegister
+from nvflare.private.fed.server.fed_server import FederatedServer
 from site_executor import HELLO, ask, context_of, executor_of, lead_of
 from typer.testing import CliRunner
 
@@ -31,15 +35,17 @@ from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
 from pf2lora.federation.flare.controller import FederationController
 from pf2lora.federation.flare.executor import BODY, AllowListFilter, SiteExecutor
-from pf2lora.federation.flare.keys import remove, removed
-from pf2lora.federation.flare.logins import RemovedPeople
+from pf2lora.federation.flare.keys import remove
+from pf2lora.federation.flare.logins import RemovedPeople, keep_out
 from pf2lora.federation.flare.provision import Project, provision
 from pf2lora.federation.flare.rehearse import listening
+from pf2lora.federation.flare.resumer import STARTING, RunResumer
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.identity import Authority, KitIdentity
 from pf2lora.federation.protocol.messages import decode, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import told
+from pf2lora.federation.protocol.removals import removed
 from pf2lora.federation.protocol.run_status import read_status
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.signed_plan import REFUSALS, PlanRefused, SignedPlan
@@ -234,17 +240,47 @@ def test_a_removed_person_neither_logs_in_nor_goes_on_with_a_session(tmp_path: P
     assert people.pre_command(Asked(), login)
 
 
-def test_people_are_removed_at_the_server_and_at_a_site_and_sites_at_the_server_alone(kits: Kits) -> None:
-    for name in ("server", SITE):
-        done = CliRunner().invoke(app, ["remove", MEMBER, "--kit", str(kits[name])])
-        assert done.exit_code == 0 and "is refused from now on" in done.output
-        assert removed(kits[name]) == [MEMBER]
-        done = CliRunner().invoke(app, ["readmit", MEMBER, "--kit", str(kits[name])])
-        assert done.exit_code == 0 and removed(kits[name]) == []
-    with pytest.raises(UserError, match="is not the server's kit"):
-        remove(kits[SITE], "site-2")
+def test_a_server_whose_commands_pass_no_filter_ends_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with another FLARE, which would set up what reads commands in another way."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    reads = SimpleNamespace(cmd_reg=ServerCommandRegister(None))
+    made, fed = RunResumer(), FederatedServer.__new__(FederatedServer)
+    context: Any = SimpleNamespace(
+        get_engine=lambda: SimpleNamespace(server=fed), get_peer_context=lambda: None
+    )
+    keep_out(fed, made.people)
+    fed.set_admin_server(reads)  # as FLARE 2.9.0 does it
+    made.began -= 2 * STARTING
+    made.handle_event(EventType.CLIENT_HEARTBEAT_PROCESSED, context)
+    fed.admin_server = SimpleNamespace(cmd_reg=ServerCommandRegister(None))
+    for event in (EventType.CLIENT_REGISTER_RECEIVED, EventType.CLIENT_HEARTBEAT_PROCESSED):
+        with pytest.raises(SystemExit):
+            made.handle_event(event, context)
+    assert "does not let pf2lora refuse removed people" in capsys.readouterr().err
+    made.began += 2 * STARTING  # it may not be there yet
+    made.handle_event(EventType.CLIENT_HEARTBEAT_PROCESSED, context)
+
+
+SAID = {
+    ("server", MEMBER): "runs that guest@example.org submitted stop after their round",
+    (SITE, MEMBER): "no plan of guest@example.org's is taken here",
+    ("server", "site-2"): "is let in no more",
+    (SITE, "site-2"): "is in no masked sum with this site",
+}
+
+
+@pytest.mark.parametrize(("where", "who"), SAID)
+def test_people_and_sites_are_removed_at_the_server_and_at_a_site(where: str, who: str, kits: Kits) -> None:
+    done = CliRunner().invoke(app, ["remove", who, "--kit", str(kits[where])])
+    assert done.exit_code == 0 and SAID[where, who] in " ".join(done.output.split())
+    assert removed(kits[where]) == [who]
+    done = CliRunner().invoke(app, ["readmit", who, "--kit", str(kits[where])])
+    assert done.exit_code == 0 and removed(kits[where]) == []
     with pytest.raises(UserError, match="is no kit of the server or a site"):
-        remove(kits[LEAD], MEMBER)
+        remove(kits[LEAD], who)
 
 
 @pytest.mark.slow

@@ -94,6 +94,9 @@ def test_an_installed_packages_names_work_like_ours(outside: Path, world: World,
         f"import sys; sys.path.insert(0, {str(outside)!r})\n"
         "from pf2lora.methods import METHODS; from pf2lora.tasks import TASKS; from pf2lora.cli import main\n"
         "assert 'fedsam' in METHODS and 'rating' in TASKS and 'torch' not in sys.modules\n"
+        "from pf2lora.federation.protocol.plan import Plan; from pf2lora.run.config import from_settings\n"
+        "plan = Plan.of(from_settings({'method': ['fedsam'], 'task': 'rating'}), 'first', ('north',), ())\n"
+        "assert (plan.method, plan.config['task']['name']) == ('fedsam', 'rating')\n"
         f"sys.argv = ['pf2lora', 'train', *{[str(a) for a in world.base]!r}, '--method', 'fedsam', "
         f"'--out', {str(tmp_path / 'run')!r}]\nmain()"
     )

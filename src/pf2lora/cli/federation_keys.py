@@ -12,7 +12,7 @@ from pf2lora.federation.engine import engine
 
 Days = Annotated[int, typer.Option("--days", help="For how long the certificate is valid.", min=1)]
 Authority = Annotated[Path, typer.Option("--authority", help="The authority's folder.")]
-OwnKit = Annotated[Path, typer.Option("--kit", help="The server's kit; a site's, to refuse a person there.")]
+OwnKit = Annotated[Path, typer.Option("--kit", help="The server's kit, or a site's.")]
 Name = Annotated[str, typer.Argument(help="A site's name, or a person's e-mail address.")]
 
 
@@ -77,19 +77,27 @@ def kit_of_signed(
 def remove(name: Name, kit: OwnKit) -> None:
     """At the server: let a site or a person in no more, whatever the certificate says.
 
-    At a site: take no plans that this person signed, whatever the server says.
+    At a site: take no plans that this person signed, and be in no masked sum with this site, whatever the server says.
     """
     from pf2lora.federation.protocol.names import is_person
 
     engine().remove(kit, name)
+    server = engine().read_kit(kit).server
     if is_person(name):
-        typer.echo(f"{name} is refused from now on; runs that {name} submitted stop after their round")
-    else:
+        said = (
+            "runs that {0} submitted stop after their round" if server else "no plan of {0}'s is taken here"
+        )
+        typer.echo(f"{name} is refused from now on; {said.format(name)}")
+    elif server:
         typer.echo(f"{name} is let in no more, from its next heartbeat on; a run that it is in leaves it out")
+    else:
+        typer.echo(
+            f"{name} is in no masked sum with this site, from the next round on; other runs go on with it"
+        )
 
 
 def readmit(name: Name, kit: OwnKit) -> None:
-    """Let a removed site or person in again, once the server is started again; at a site, a person at once."""
+    """Take back what `remove` did: at the server once it is started again, at a site at once."""
     engine().remove(kit, name, back=True)
     server = engine().read_kit(kit).server
     typer.echo(f"{name} is let in again" + (" when the server is next started" if server else ""))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from pf2lora.federation.flare.processes import Kit
+    from pf2lora.federation.kit import Kit
     from pf2lora.federation.protocol.checkup import Check
     from pf2lora.federation.protocol.plan import Plan
     from pf2lora.federation.protocol.policy import Policy

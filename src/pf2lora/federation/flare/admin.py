@@ -17,8 +17,9 @@ from pf2lora import atomic
 from pf2lora.errors import UserError, listed
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.flare.keys import REMOVED_CODE
-from pf2lora.federation.flare.processes import Kit, expiry_warning
+from pf2lora.federation.flare.processes import expiry_warning
 from pf2lora.federation.flare.provision import SCOPE, SERVER_CLASSES, SITE_CLASSES
+from pf2lora.federation.kit import Kit
 from pf2lora.federation.protocol.identity import KitIdentity
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.run_status import RUN, UNFINISHED, Status
@@ -46,7 +47,7 @@ class Queued:
         found = Status("queued", 0, self.rounds, deadline=self.deadline, quorum=self.quorum)
         found.present = [site for site in self.sites if site in connected]
         absent = [site for site in self.sites if site not in connected]
-        if absent and len(connected) < needed:
+        if len(found.present) < needed:
             found.line = f"it waits for sites, of which {needed} are needed: {listed(absent)} not connected"
         return found
 
@@ -59,7 +60,9 @@ def write_job(plan: Plan, signed: SignedPlan, folder: Path) -> Path:
     meta = {
         "name": plan.name,
         "resource_spec": {},
-        "deploy_map": {"app": ["@ALL"]},
+        # The plan's alone: of @ALL, FLARE counts anybody, and sends everybody every plan. Who is away when a job begins
+        # is not in it, and gets into the run's next one.
+        "deploy_map": {"app": ["server", *plan.sites]},
         "min_clients": plan.needed(len(plan.sites)),
         "scope": SCOPE,
         RUN: asdict(Queued(list(plan.sites), plan.run.training.rounds, plan.deadline, plan.quorum)),
@@ -96,7 +99,7 @@ def session(kit: Path) -> Iterator[Any]:
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
     settings = json.loads(file.read_text())["admin"]
-    line = expiry_warning(Kit(kit, settings["username"], False, {}))
+    line = expiry_warning(Kit(kit, settings["username"], server=False))
     if line:
         print(line, file=sys.stderr, flush=True)
     where = f"{settings['host']}:{settings['port']}"

@@ -27,7 +27,6 @@ from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.admin import HANDED_OUT
 from pf2lora.federation.flare.child import end_with
-from pf2lora.federation.flare.keys import removed
 from pf2lora.federation.flare.presence import NewJob, Presence
 from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.checkpoints import writing
@@ -36,6 +35,7 @@ from pf2lora.federation.protocol.identity import Authority
 from pf2lora.federation.protocol.masked import ask
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.records import RoundRecord
+from pf2lora.federation.protocol.removals import removed
 from pf2lora.federation.protocol.run_status import (
     append_line,
     mean_loss,

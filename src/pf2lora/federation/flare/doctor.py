@@ -17,10 +17,8 @@ from pathlib import Path
 from pf2lora import __version__
 from pf2lora.errors import UserError
 from pf2lora.federation import require_nvflare
-from pf2lora.federation.flare.keys import removed
 from pf2lora.federation.flare.processes import (
     EXPIRING,
-    Kit,
     Running,
     certificates,
     check_key,
@@ -31,6 +29,7 @@ from pf2lora.federation.flare.processes import (
 )
 from pf2lora.federation.flare.provision import INSIDE
 from pf2lora.federation.flare.reach import PATIENCE, connected, proxy_for
+from pf2lora.federation.kit import Kit
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.checkup import (
     Check,
@@ -42,6 +41,7 @@ from pf2lora.federation.protocol.checkup import (
     owners_alone,
 )
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.removals import removed
 from pf2lora.federation.protocol.site_setup import SITE_FILE
 
 RULES = ("resources.json", "authorization.json", INSIDE)  # without which FLARE would fall back on its own
@@ -135,7 +135,7 @@ def keys(kit: Kit) -> str:
 
 def server(kit: Kit, seen: list[bytes]) -> str:
     """The server answers, is this authority's, and lets this certificate in. Its own is added to `seen`."""
-    host, port = kit.address
+    host, port = kit.host, kit.port
     where = f"{host}:{port}"
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -18,9 +18,9 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from pf2lora.federation.flare.executor import BODY
-from pf2lora.federation.flare.keys import removed
 from pf2lora.federation.protocol.masked import Take
 from pf2lora.federation.protocol.messages import encode
+from pf2lora.federation.protocol.removals import removed
 from pf2lora.federation.protocol.run_status import ALIVE, SITES
 
 PERIOD = 0.05  # seconds between looks at the tasks

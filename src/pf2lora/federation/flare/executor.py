@@ -25,7 +25,6 @@ from torch import OutOfMemoryError
 
 from pf2lora.errors import UserError, one_line
 from pf2lora.federation.flare.child import end_with
-from pf2lora.federation.flare.keys import removed
 from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.allow_list import ANSWERS, AllowList, read_request
 from pf2lora.federation.protocol.checkpoints import CheckpointFolder
@@ -33,6 +32,7 @@ from pf2lora.federation.protocol.identity import Authority
 from pf2lora.federation.protocol.messages import Malformed, Message, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import problem_fields
+from pf2lora.federation.protocol.removals import removed
 from pf2lora.federation.protocol.run_status import Status, run_folder, write_status
 from pf2lora.federation.protocol.signed_plan import SignedPlan
 from pf2lora.federation.protocol.site import SiteSession

@@ -26,10 +26,11 @@ from pf2lora.federation.flare.processes import locked, open_kit
 from pf2lora.federation.flare.provision import SITE_LIST, Project, harden_server, harden_site, read_project
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.names import check_name, check_sites, is_person
+from pf2lora.federation.protocol.removals import REMOVED, removed
 from pf2lora.federation.protocol.run_status import SITES
 from pf2lora.parsing import BadJSON, parse_json, read_json
 
-PROJECT, PROFILE, REMOVED = "project.toml", "profile.yml", "disabled_clients.json"
+PROJECT, PROFILE = "project.toml", "profile.yml"
 REMOVED_CODE = "AUTH_REMOVED"  # what a removed person's command line is told
 KINDS = {
     "site": ("client", None),
@@ -219,18 +220,6 @@ def renew(kit: Path, old: Path) -> None:
 # --- who may no longer take part ---------------------------------------------------------------------------
 
 
-def removed(kit: Path) -> list[str]:
-    """Whom the server of this kit no longer lets in: FLARE's own list, with people in it too. In a site's kit, the
-    people whose plans it no longer takes."""
-    if not (kit / REMOVED).exists():
-        return []
-    values = read_json(kit / REMOVED)
-    found = values.get("disabled_clients") if isinstance(values, dict) else None
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise UserError(f"{kit / REMOVED} is damaged: it holds no list of disabled_clients")
-    return found
-
-
 def check_known(kit: Path, sites: Iterable[str]) -> None:
     """A UserError that names a site that the server of this kit has never heard of: neither its list of those that
     were signed has it, nor was it ever here."""
@@ -247,13 +236,11 @@ def check_known(kit: Path, sites: Iterable[str]) -> None:
 
 def remove(kit: Path, name: str, *, back: bool = False) -> None:
     """The server of this kit lets a site or a person in no more, whatever the certificate says; a site's kit takes no
-    more plans of a person; or (`back`) again."""
+    more plans of a person, and is in no masked sum with a site; or (`back`) again."""
     if not is_person(name):
         check_sites([name])
-        if not (kit / "startup" / "fed_server.json").is_file():
-            raise UserError(f"{str(kit)!r} is not the server's kit: it is the server that lets sites in")
-    elif not any((kit / "startup" / f"fed_{kind}.json").is_file() for kind in ("server", "client")):
-        raise UserError(f"{str(kit)!r} is no kit of the server or a site: these refuse a person")
+    if not any((kit / "startup" / f"fed_{kind}.json").is_file() for kind in ("server", "client")):
+        raise UserError(f"{str(kit)!r} is no kit of the server or a site: these refuse sites and people")
     now = set(removed(kit))
     if back and name not in now:
         raise UserError(f"{name} was not removed")

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.exchange import SiteMessages
-from pf2lora.federation.flare.keys import check_known, removed
+from pf2lora.federation.flare.keys import check_known
 from pf2lora.federation.protocol.agreement import DoesNotFit, agreeing_first
 from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.pauses import Pauses
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.removals import removed
 from pf2lora.federation.protocol.run_status import Status, append_line
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.stopping import QuorumMissed

@@ -12,14 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from pf2lora.errors import UserError
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.flare.child import PARENT
+from pf2lora.federation.kit import Kit
 from pf2lora.parsing import read_json
 
 if TYPE_CHECKING:
@@ -43,42 +43,6 @@ class Running(UserError):
     """A kit is in use."""
 
 
-@dataclass(frozen=True)
-class Kit:
-    """A start-up kit: the server's or a site's."""
-
-    folder: Path
-    name: str
-    server: bool
-    settings: Mapping[str, Any]  # FLARE's start-up file
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """How sites reach the server: its name or address, and its port."""
-        host, port = self.settings["servers"][0]["service"]["target"].rsplit(":", 1)
-        return host, int(port)
-
-    @property
-    def port(self) -> int:
-        """The server's port."""
-        return self.address[1]
-
-    @property
-    def certificate(self) -> Path:
-        """The file of its certificate."""
-        return self.folder / "startup" / ("server.crt" if self.server else "client.crt")
-
-    @property
-    def key(self) -> Path:
-        """The file of its private key."""
-        return self.certificate.with_suffix(".key")
-
-    @property
-    def root(self) -> Path:
-        """The file of the authority's certificate."""
-        return self.folder / "startup" / "rootCA.pem"
-
-
 def read_kit(folder: Path) -> Kit:
     """A kit as it is, whatever the state of its certificate."""
     require_nvflare()
@@ -87,7 +51,8 @@ def read_kit(folder: Path) -> Kit:
         if path.is_file():
             settings = read_json(path)
             name = "server" if server else settings["client"]["fqsn"]
-            return Kit(folder.resolve(), name, server, settings)
+            host, port = settings["servers"][0]["service"]["target"].rsplit(":", 1)
+            return Kit(folder.resolve(), name, server, host, int(port))
     raise UserError(
         f"{str(folder)!r} is no start-up kit of a server or a site: `pf2lora federation kit` or `provision` makes kits"
     )

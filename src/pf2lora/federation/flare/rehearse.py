@@ -16,8 +16,9 @@ from pf2lora import atomic
 from pf2lora.data.client import Client
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
-from pf2lora.federation.flare.processes import Kit, open_kit
+from pf2lora.federation.flare.processes import open_kit
 from pf2lora.federation.flare.provision import Project, provision
+from pf2lora.federation.kit import Kit
 from pf2lora.federation.protocol import outcome, run_status
 from pf2lora.federation.protocol.names import site_names
 from pf2lora.federation.protocol.plan import Plan

@@ -22,11 +22,13 @@ from nvflare.apis.storage import StorageException
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
 from pf2lora.errors import UserError
+from pf2lora.federation import require_nvflare
 from pf2lora.federation.flare.doubles import Connections
-from pf2lora.federation.flare.keys import check_known, removed
-from pf2lora.federation.flare.logins import RemovedPeople, keep_out
+from pf2lora.federation.flare.keys import check_known
+from pf2lora.federation.flare.logins import RemovedPeople, in_place, keep_out
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.names import is_person
+from pf2lora.federation.protocol.removals import removed
 from pf2lora.federation.protocol.run_status import (
     ALIVE,
     RUN,
@@ -49,6 +51,7 @@ FULL = 1 << 20  # bytes: with less than that on the disk a run is not tried agai
 RETURN = (
     60.0  # seconds that a continuation waits for the sites that were there, which a restart keeps from it
 )
+STARTING = 30.0  # seconds in which FLARE's server gets the part that reads commands
 
 
 class RunResumer(FLComponent):
@@ -60,6 +63,7 @@ class RunResumer(FLComponent):
         self.seen: set[str] = set()  # sites heard of since this server started
         self.connections = Connections()
         self.told: set[str] = set()  # removed sites that were spoken of
+        self.people, self.began = RemovedPeople(self.root, self.tell_removed), time.monotonic()
         self.tries: dict[str, tuple[int, int]] = {}  # run: (finished rounds, continuations since)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -67,11 +71,13 @@ class RunResumer(FLComponent):
         if event_type == EventType.SYSTEM_START:
             self.started(fl_ctx)
         elif event_type == EventType.CLIENT_REGISTER_RECEIVED:
+            self.check_commands(fl_ctx)
             peer = fl_ctx.get_peer_context()
             if peer and peer.get_identity_name():
                 self.refuse_removed(peer.get_identity_name())
                 self.refuse_double(peer.get_identity_name())
         elif event_type in (EventType.CLIENT_REGISTER_PROCESSED, EventType.CLIENT_HEARTBEAT_PROCESSED):
+            self.check_commands(fl_ctx)
             peer = fl_ctx.get_peer_context()
             if peer and peer.get_identity_name():
                 self.turn_away(peer.get_identity_name(), fl_ctx)
@@ -97,7 +103,9 @@ class RunResumer(FLComponent):
         """What ran when the server ended runs no longer, whatever the store says; runs that were not at their end go
         on."""
         engine = fl_ctx.get_engine()
-        keep_out(engine.server, RemovedPeople(self.root, self.tell_removed))
+        keep_out(engine.server, self.people)
+        # FLARE has read its list of removed names, and would write its own over ours, without those removed since.
+        engine.server.client_manager.set_disabled_clients_file("")
         engine.get_cell().core_cell.set_cell_disconnected_cb(
             lambda cell: self.connections.closed(cell.get_fqcn())
         )
@@ -119,6 +127,14 @@ class RunResumer(FLComponent):
                 if status is not None:
                     append_line(folder, "the server was started again: the run goes on")
                 self.continue_job(job.job_id, status.present if status else [], fl_ctx)
+
+    def check_commands(self, fl_ctx: FLContext) -> None:
+        """The server ends where removed people could go on: when somebody registers, as people do before they log in,
+        or a heart beats. (Who was removed before it was started, FLARE itself keeps out.)"""
+        if time.monotonic() - self.began > STARTING and not in_place(fl_ctx.get_engine().server, self.people):
+            line = f"the server ends: nvflare {require_nvflare()} does not let pf2lora refuse removed people"
+            print(f"pf2lora: {line}; install the version in constraints.txt", file=sys.stderr, flush=True)
+            os._exit(1)  # from a thread of FLARE's, which would catch an exception
 
     def check_submission(self, fl_ctx: FLContext) -> None:
         """A run that names a site that there is none of is refused when it is submitted, in a line that the lead reads:

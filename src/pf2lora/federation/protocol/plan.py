@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,11 @@ from pf2lora.settings import column_settings
 
 MERGES = ("mean", "median", "trimmed")
 WIRES = ("float32", "bfloat16", "int8")
+SHARED = ("model", "adapter", "training", "privacy", "task", "methods")  # the tables that all have alike
+
+
+class NotShared(UserError):
+    """A plan that says what is each site's own affair."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Plan:
                 "a plan names methods and tasks that every site has installed (entry points pf2lora.methods and "
                 "pf2lora.tasks); no site imports a module because a plan says so"
             )
+        self.check_shared()
         if METHODS[self.method].pooled:
             raise UserError(
                 f"{self.method} pools everybody's data: it is no federation; run it with `pf2lora train`"
@@ -85,6 +91,17 @@ class Plan:
             self.check_robust()
         if self.masked:
             self.check_masked()
+
+    def check_shared(self) -> None:
+        """`NotShared` where the plan says what is a site's own. No lead's does that; one that was made by hand could
+        choose which rows are scored, or which column is learned."""
+        for table in self.config:
+            if table not in SHARED:
+                raise NotShared(f"the plan has a table [{table}], which is each site's own affair")
+        for table, names in own_settings(type(self.run.task)).items():
+            for name in names:
+                if name in self.config.get(table, {}):
+                    raise NotShared(f"the plan sets {name} of [{table}], which is each site's own affair")
 
     def check_robust(self) -> None:
         """A UserError where the mean cannot be replaced by a merge that is robust."""
@@ -166,12 +183,13 @@ class Plan:
         return decode(cls, values, "the plan")
 
 
+def own_settings(task: type) -> dict[str, Collection[str]]:
+    """Of the tables that are shared, what is not: where a site's model lies, on which device it works and what its
+    columns are called."""
+    return {"model": ("name", "device", "precision"), "task": column_settings(task)}
+
+
 def shared_tables(config: Config) -> dict[str, Any]:
-    """What all participants must have alike. Where a site's data and model lie, on which device it works and what its
-    columns are called is its own affair."""
-    tables = to_dict(config)
-    own = {"model": ("name", "device", "precision"), "task": column_settings(type(config.task))}
-    shared = {key: tables[key] for key in ("model", "adapter", "training", "privacy", "task", "methods")}
-    return {
-        key: {k: v for k, v in table.items() if k not in own.get(key, ())} for key, table in shared.items()
-    }
+    """What all participants must have alike."""
+    tables, own = to_dict(config), own_settings(type(config.task))
+    return {key: {k: v for k, v in tables[key].items() if k not in own.get(key, ())} for key in SHARED}

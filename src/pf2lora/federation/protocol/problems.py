@@ -13,7 +13,7 @@ from pf2lora.engines.room import NoRoom
 from pf2lora.errors import UnknownLabel
 from pf2lora.federation.protocol.checkpoints import StateFolderError
 from pf2lora.federation.protocol.messages import Malformed
-from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.plan import NotShared, Plan
 from pf2lora.federation.protocol.policy import PolicyBroken, refusal
 from pf2lora.federation.protocol.signed_plan import REFUSALS, PlanRefused
 
@@ -29,7 +29,8 @@ PROBLEMS = {
     "memory": "its memory is too small",
     "processes": "one of its processes has ended",
     "labels": "its data has labels, or questions without an answer, that the run's --labels do not name",
-    "plan": "it has done rounds of a run of this name with another plan: choose another --name",
+    "plan": "it does not take the plan: it has done rounds of a run of this name with another one (choose another "
+    "--name), or the plan sets what is a site's own",
     "policy": "its own policy.toml does not allow the run",
     **REFUSALS,
     "masks": "it refused the round's masks or has lost them",
@@ -53,6 +54,7 @@ def problem_code(error: Exception) -> str:
         Diverged: "loss",
         UnknownLabel: "labels",
         PolicyBroken: "policy",
+        NotShared: "plan",
         Malformed: "message",
         HelperLost: "processes",
         OutOfMemoryError: "memory",

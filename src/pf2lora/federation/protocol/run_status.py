@@ -81,9 +81,10 @@ def read_final(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def mean_loss(answers: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """The mean over sites of a round's mean training loss; None where none told it, as in a private run."""
+    """The mean over sites of a round's mean training loss; None where none told it, as in a private run, or one alone:
+    that would be its own."""
     losses = [told["loss"] / told["steps"] for told in answers.values() if {"loss", "steps"} <= told.keys()]
-    return sum(losses) / len(losses) if losses else None
+    return sum(losses) / len(losses) if len(losses) > 1 else None
 
 
 def append_line(folder: Path, line: str) -> None:

@@ -133,6 +133,7 @@ class SiteSum:
     identity: Identity
     among: Collection[str]  # the round's sites by the plan; keys of nobody else are taken
     fewest: int  # sites whose sum the server may see, if that is more than a majority of these
+    removed: Collection[str] = ()  # by this site itself: it is in no sum with them
     sharing: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate, repr=False)
     masking: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate, repr=False)
     seed: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
@@ -164,6 +165,9 @@ class SiteSum:
             raise Refused(
                 f"the server shows keys of {min(strangers)}, which is not in this round by the plan"
             )
+        gone = set(roster) & set(self.removed)
+        if gone:
+            raise Refused(f"the server shows keys of {min(gone)}, which this site has removed")
         self.check_many(roster)
         own = roster.get(self.site)
         public = self.masking.public_key().public_bytes_raw().hex()

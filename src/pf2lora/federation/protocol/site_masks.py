@@ -20,6 +20,7 @@ from pf2lora.federation.protocol.identity import KitIdentity
 from pf2lora.federation.protocol.messages import Message, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import Policy
+from pf2lora.federation.protocol.removals import removed
 from pf2lora.federation.protocol.secure_sum import AlreadySummed, Keys, LostKeys, SiteSum
 from pf2lora.federation.protocol.shamir import majority
 from pf2lora.parsing import read_text
@@ -43,10 +44,12 @@ def check_maskable(method: Method) -> None:
 
 class SiteMasks:
     """The masks of a site, round by round. Keys live in memory alone: a site that is started again has lost them, and
-    takes part in the next round. Which round was unmasked last is in the state `folder`: none is twice."""
+    takes part in the next round. Which round was unmasked last is in the state `folder`: none is twice. Whom the site
+    has removed is in its `kit`, and looked up in each round."""
 
-    def __init__(self, plan: Plan, site: str, identity: KitIdentity, fewest: int, folder: Path) -> None:
-        self.plan, self.site, self.identity, self.fewest = plan, site, identity, fewest
+    def __init__(self, plan: Plan, site: str, kit: Path, fewest: int, folder: Path) -> None:
+        self.plan, self.site, self.kit, self.fewest = plan, site, kit, fewest
+        self.identity = KitIdentity.of(kit / "startup")
         self.file = folder / SUMMED
         self.now: SiteSum | None = None
         self.number = 0  # the round that this is of
@@ -56,7 +59,7 @@ class SiteMasks:
         """Of a site with this kit; None where the run has no masks."""
         if not plan.masked:
             return None
-        return cls(plan, site, KitIdentity.of(kit / "startup"), policy.min_sites, folder)
+        return cls(plan, site, kit, policy.min_sites, folder)
 
     def summed(self) -> int:
         """The last round of which this site gave shares away, from its disk."""
@@ -76,8 +79,8 @@ class SiteMasks:
                 raise AlreadySummed(
                     f"round {number} was summed already; a second sum would tell its parts apart"
                 )
-            among = self.plan.chosen(number)
-            new = SiteSum(self.site, context(self.plan, number), self.identity, among, self.fewest)
+            among, gone = self.plan.chosen(number), removed(self.kit)
+            new = SiteSum(self.site, context(self.plan, number), self.identity, among, self.fewest, gone)
             self.now, self.number = new, number
             return encode(answer | {"keys": asdict(new.keys())})
         own = self.of_round(number)
