@@ -65,6 +65,8 @@ class SiteSession:
             )
         change_of = request.fields.get("change_of")
         if request.tensors:
+            if number == 1:
+                raise Malformed("the server sends an x for round 1, which begins where the plan says")
             arrives = self.setup.method.arrives(number - 1)
             self.wire.check_answer(arrives, request.tensors, change=change_of is not None)
         try:
@@ -111,6 +113,10 @@ class SiteSession:
         if saved.round == take_back:
             saved = self.latest = self.folder.take_back(saved, self.setup.initial)
         if not tensors:  # before the first average, or a method that sends nothing
+            if (
+                self.setup.masks is not None
+            ):  # nobody else's x is another: masks cancel for all who were served none
+                return saved.state._replace(x=self.setup.initial.x), saved
             return saved.state, saved
         method, held = self.setup.method, saved.wire.served
         if change_of is None:
@@ -206,7 +212,7 @@ class SiteSession:
             numbers = (
                 numbers.cpu().double() + self.privacy.noise * self.privacy.clip * math.sqrt(share) * drawn
             )
-        return masks.mask(numbers, fields)
+        return masks.mask(numbers, fields, self.served)
 
     def masks_answer(self, request: Message) -> bytes:
         """The reply to a request for keys or shares."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -31,6 +32,12 @@ SUMMED = "summed-round"
 def context(plan: Plan, number: int) -> bytes:
     """What makes keys and shares those of this run and round."""
     return f"{approvals.digest(json.loads(plan.to_json()))} round {number} ".encode()
+
+
+def start_digest(served: Tensor | None) -> bytes:
+    """By which two sites have the same masks: of the x `(n,)` that they were served, or nothing, where all begin as the
+    plan says."""
+    return b"" if served is None else hashlib.sha256(served.float().contiguous().numpy().data).digest()
 
 
 def check_maskable(method: Method) -> None:
@@ -95,11 +102,11 @@ class SiteMasks:
             raise LostKeys(f"the keys of round {number} are not here: the site was started again since")
         return self.now
 
-    def mask(self, numbers: Tensor, request: Mapping[str, Any]) -> Tensor:
-        """An update `(n,)` in the ring, with all masks on it."""
+    def mask(self, numbers: Tensor, request: Mapping[str, Any], served: Tensor | None) -> Tensor:
+        """An update `(n,)` in the ring, with all masks on it; it began from what was `served`."""
         own = self.of_round(request["round"])
         sealed = {site: bytes.fromhex(data) for site, data in request.get("shares", {}).items()}
-        return own.mask(ring.to_ring(numbers, len(own.roster)), sealed)
+        return own.mask(ring.to_ring(numbers, len(own.roster)), sealed, start_digest(served))
 
     def unopened(self, number: int) -> list[str]:
         """Whose shares of the round this site could not open."""
