@@ -60,28 +60,32 @@ def read_off(small: Small, number: int) -> tuple[float, float]:
     return float((total - own)[factors].abs().max()), float(own[factors].abs().max())
 
 
-def test_a_sum_of_one_site_beside_others_that_learn_nothing_is_noise(tmp_path: Path) -> None:
+def test_a_sum_of_one_site_beside_others_that_learn_nothing_is_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = make_masked(tmp_path, masked_plan("homlora", config={"rounds": 2}))
     small.greet()
     small.round()
-    small.ask = lying(small, dead)  # type: ignore[method-assign]
+    monkeypatch.setattr(small, "ask", lying(small, dead))
     assert small.round()["answered"] == list(SITES)
     error, size = read_off(small, 2)
     assert size < 10 and error > 1e3 * size
 
 
-def test_sites_that_are_served_nothing_begin_where_the_plan_says(tmp_path: Path) -> None:
+def test_sites_that_are_served_nothing_begin_where_the_plan_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In two steps: the others learn nothing in a round that is noise, and then go on from what they have."""
     small = make_masked(tmp_path, masked_plan("homlora"))
     small.greet()
     small.round()
     honest = small.ask
-    small.ask = lying(small, dead)  # type: ignore[method-assign]
+    monkeypatch.setattr(small, "ask", lying(small, dead))
     small.round()
-    small.ask = lying(small, lambda message: message._replace(tensors={}))  # type: ignore[method-assign]
+    monkeypatch.setattr(small, "ask", lying(small, lambda message: message._replace(tensors={})))
     small.coordinator.common = None  # the victim is served none either
     small.round()
-    small.ask = honest  # type: ignore[method-assign]
+    monkeypatch.setattr(small, "ask", honest)
     error, size = read_off(small, 3)
     assert error > size / 2
     start = small.setups[VICTIM].initial.x
@@ -106,7 +110,9 @@ def test_no_server_says_where_round_1_begins(tmp_path: Path, masked: bool, kind:
 
 
 @pytest.mark.parametrize("away", ["train", "keys"])
-def test_who_drops_out_in_a_later_round_takes_nobodys_masks_along(tmp_path: Path, away: str) -> None:
+def test_who_drops_out_in_a_later_round_takes_nobodys_masks_along(
+    tmp_path: Path, away: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server takes them away by the x that it served; a site that comes back is served the same."""
     small = make_masked(tmp_path, masked_plan("fedadam"))
     small.greet()
@@ -117,9 +123,9 @@ def test_who_drops_out_in_a_later_round_takes_nobodys_masks_along(tmp_path: Path
         kinds = {messages.decode(data).kind for data in requests.values()}
         return everybody({s: data for s, data in requests.items() if kinds != {away} or s != "site-2"})
 
-    small.ask = without  # type: ignore[method-assign]
+    monkeypatch.setattr(small, "ask", without)
     assert small.round()["answered"] == ["site-1", "site-3", "site-4"]
-    small.ask = everybody  # type: ignore[method-assign]
+    monkeypatch.setattr(small, "ask", everybody)
     assert small.round()["answered"] == list(SITES)
     assert small.coordinator.common is not None and float(small.coordinator.common.abs().max()) < 10
 

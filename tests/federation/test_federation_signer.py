@@ -4,6 +4,7 @@ server, which passes plans on and may hold the kits of sites."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -40,7 +41,7 @@ from pf2lora.federation.protocol.identity import Authority, KitIdentity
 from pf2lora.federation.protocol.messages import decode, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import told
-from pf2lora.federation.protocol.run_status import read_status
+from pf2lora.federation.protocol.run_status import UNFINISHED, Status, read_status, write_status
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.signed_plan import REFUSALS, PlanRefused, SignedPlan
 
@@ -82,6 +83,16 @@ def signed_as_a_message(kits: Kits, plan: Plan) -> SignedPlan:
     return SignedPlan(plan.to_json(), lead.certificate, lead.sign(plan.to_json().encode()))
 
 
+def signed_on(lead: KitIdentity, plan: Plan, when: float) -> SignedPlan:
+    made = SignedPlan(plan.to_json(), lead.certificate, signed_at=int(when))
+    return replace(made, signature=lead.sign(made.signed_part()))
+
+
+def dated_anew(kits: Kits, plan: Plan) -> SignedPlan:
+    """An old signature with a new date."""
+    return replace(signed_on(identity(kits[LEAD]), plan, time.time() - 1e7), signed_at=int(time.time()))
+
+
 def with_the_leads_certificate(kits: Kits, plan: Plan) -> SignedPlan:
     return replace(SignedPlan.by(identity(kits[SITE]), plan), certificate=identity(kits[LEAD]).certificate)
 
@@ -101,6 +112,19 @@ ATTACKS: dict[str, tuple[Callable[[Kits, Plan], SignedPlan], str]] = {
     "by the site itself": (signed_by(SITE), "signer"),
     "by the server": (signed_by("server"), "signer"),
     "by a member": (signed_by(MEMBER), "signer"),
+    "dated anew": (dated_anew, "signature"),
+    "with its date as a text": (
+        lambda kits, plan: replace(signed_by(LEAD)(kits, plan), signed_at=str(int(time.time()))),  # type: ignore[arg-type]
+        "signature",
+    ),
+    "dated in advance": (
+        lambda kits, plan: signed_on(identity(kits[LEAD]), plan, time.time() + 7200),
+        "signed-later",
+    ),
+    "for other sites": (
+        lambda kits, plan: SignedPlan.by(identity(kits[LEAD]), replace(plan, sites=("site-2", "site-3"))),
+        "not-named",
+    ),
 }
 
 
@@ -147,6 +171,48 @@ def test_a_certificate_that_has_ended_signs_no_plan(tmp_path: Path) -> None:
     lead = write_kit(tmp_path / "lead", LEAD, authority_of(tmp_path), days=-1, role="lead")
     with pytest.raises(PlanRefused, match="not in date: submit it again with a renewed kit"):
         SignedPlan.by(lead, make_plan()).lead(lead, ())
+
+
+def test_a_plan_that_was_signed_too_long_ago_is_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a server could come with it for as long as the lead's certificate lasts. The same plan goes on."""
+    write_model(tmp_path / "model")
+    write_data(tmp_path, (SITE,))
+    kit, plan = tmp_path / "kit", make_plan("homlora", (SITE,))
+    local = write_site_file(kit / "local" / "site.toml", tmp_path, SITE).parent
+    lead, context, now = lead_of(kit), context_of(SITE, local), time.time()
+    old = SiteExecutor(**asdict(signed_on(lead, plan, now - 89 * 86400)))
+    assert decode(ask(old, context, HELLO)[BODY]).kind == "hello"
+    train = [encode({"kind": "train", "round": number}) for number in (1, 2)]
+    assert decode(ask(old, context, train[0])[BODY]).kind == "update"
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 86400)
+    fields = decode(ask(old, context, train[1])[BODY]).fields
+    assert fields["code"] == "policy"
+    line = "its policy's max_plan_days is 90, and the run's plan was signed longer ago: submit it again"
+    assert told(fields, plan) == line == old.status.line
+    assert old.session is not None
+    old.session.folder.close()
+    again = executor_of(plan, kit)
+    assert decode(ask(again, context, HELLO)[BODY]).kind == "hello"
+    assert decode(ask(again, context, train[1])[BODY]).kind == "update"
+
+
+def test_a_signed_job_that_is_sent_again_after_its_end_gets_no_update(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_data(tmp_path, (SITE,))
+    kit, plan = tmp_path / "kit", make_plan("homlora", (SITE,), config={"rounds": 1})
+    local = write_site_file(kit / "local" / "site.toml", tmp_path, SITE).parent
+    context, codes = context_of(SITE, local), []
+    for _ in range(2):
+        executor = executor_of(plan, kit)
+        assert decode(ask(executor, context, HELLO)[BODY]).kind == "hello"
+        trained = decode(ask(executor, context, encode({"kind": "train", "round": 1}))[BODY])
+        codes.append(trained.fields.get("code", trained.kind))
+        ask(executor, context, encode({"kind": "finish", "round": 2}))
+        assert executor.session is not None
+        executor.session.folder.close()
+    assert codes == ["update", "finished"]
 
 
 def test_a_site_that_removes_a_lead_takes_no_more_of_its_messages_and_readmits_it(tmp_path: Path) -> None:
@@ -199,9 +265,24 @@ def test_a_removed_leads_run_stops(tmp_path: Path) -> None:
     made = controlled(tmp_path, SignedPlan.by(lead, plan))
     status = read_status(tmp_path / "run")
     assert status is not None and (status.state, status.line) == ("stopped", REFUSALS["signer-removed"])
-    made.lead = "lead@example.org"  # and one that runs, before its next round
-    with pytest.raises(PlanRefused):
+    with pytest.raises(PlanRefused):  # and one that runs, before its next round
         made.run_rounds()
+
+
+@pytest.mark.parametrize("ends", ["expired", "removed"])
+def test_a_run_whose_lead_is_none_any_more_stops_between_two_jobs(tmp_path: Path, ends: str) -> None:
+    """What began it goes on no more when the server is started again: its state is none that is unfinished."""
+    days = -1 if ends == "expired" else 10
+    lead = write_kit(tmp_path / "startup", LEAD, authority_of(tmp_path), days=days, role="lead")
+    (tmp_path / "startup" / "fed_server.json").touch()
+    (tmp_path / "run").mkdir()
+    write_status(tmp_path / "run", Status("continue", 2, 3, job="job-0"))
+    if ends == "removed":
+        remove(tmp_path, LEAD)
+    controlled(tmp_path, SignedPlan.by(lead, make_plan("homlora")))
+    status = read_status(tmp_path / "run")
+    assert status is not None and status.state not in UNFINISHED
+    assert (status.state, status.job, status.line) == ("stopped", "job-1", REFUSALS[f"signer-{ends}"])
 
 
 class Asked(dict[str, Any]):

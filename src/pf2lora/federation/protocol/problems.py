@@ -30,6 +30,7 @@ PROBLEMS = {
     "processes": "one of its processes has ended",
     "labels": "its data has labels, or questions without an answer, that the run's --labels do not name",
     "plan": "it has done rounds of a run of this name with another plan: choose another --name",
+    "finished": "it has finished these rounds: a longer plan goes on after them, another --name begins anew",
     "policy": "its own policy.toml does not allow the run",
     **REFUSALS,
     "masks": "it refused the round's masks or has lost them",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,21 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
-from pf2lora import atomic
 from pf2lora.core.method import Method
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import approvals, ring
-from pf2lora.federation.protocol.checkpoints import StateFolderError, writing
 from pf2lora.federation.protocol.identity import KitIdentity
+from pf2lora.federation.protocol.ledger import Ledger
 from pf2lora.federation.protocol.messages import Message, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import Policy
-from pf2lora.federation.protocol.secure_sum import AlreadySummed, Keys, LostKeys, SiteSum
+from pf2lora.federation.protocol.secure_sum import Keys, LostKeys, SiteSum
 from pf2lora.federation.protocol.shamir import majority
-from pf2lora.parsing import read_text
 from pf2lora.run.privacy import sends_the_adapter_alone
-
-SUMMED = "summed-round"
 
 
 def context(plan: Plan, number: int) -> bytes:
@@ -50,39 +45,27 @@ def check_maskable(method: Method) -> None:
 
 class SiteMasks:
     """The masks of a site, round by round. Keys live in memory alone: a site that is started again has lost them, and
-    takes part in the next round. Which round was unmasked last is in the state `folder`: none is twice."""
+    takes part in the next round. Which round was unmasked last is in the `ledger`: none is twice."""
 
-    def __init__(self, plan: Plan, site: str, identity: KitIdentity, fewest: int, folder: Path) -> None:
+    def __init__(self, plan: Plan, site: str, identity: KitIdentity, fewest: int, ledger: Ledger) -> None:
         self.plan, self.site, self.identity, self.fewest = plan, site, identity, fewest
-        self.file = folder / SUMMED
+        self.ledger = ledger
         self.now: SiteSum | None = None
         self.number = 0  # the round that this is of
 
     @classmethod
-    def of(cls, plan: Plan, kit: Path, site: str, policy: Policy, folder: Path) -> SiteMasks | None:
+    def of(cls, plan: Plan, kit: Path, site: str, policy: Policy, ledger: Ledger) -> SiteMasks | None:
         """Of a site with this kit; None where the run has no masks."""
         if not plan.masked:
             return None
-        return cls(plan, site, KitIdentity.of(kit / "startup"), policy.min_sites, folder)
-
-    def summed(self) -> int:
-        """The last round of which this site gave shares away, from its disk."""
-        if not self.file.exists():
-            return 0
-        text = read_text(self.file).strip()
-        if not re.fullmatch(r"[0-9]{1,15}", text):
-            raise StateFolderError(f"{self.file} is damaged: it holds no number of a round", "state")
-        return int(text)
+        return cls(plan, site, KitIdentity.of(kit / "startup"), policy.min_sites, ledger)
 
     def answer(self, request: Message) -> bytes:
         """The reply to a request of one of the masks' own kinds."""
         number, kind = request.round, request.kind
         answer: dict[str, Any] = {"kind": kind, "round": number}
         if kind == "keys":
-            if number <= self.summed():
-                raise AlreadySummed(
-                    f"round {number} was summed already; a second sum would tell its parts apart"
-                )
+            self.ledger.check_unsummed(number)
             among = self.plan.chosen(number)
             new = SiteSum(self.site, context(self.plan, number), self.identity, among, self.fewest)
             self.now, self.number = new, number
@@ -92,8 +75,7 @@ class SiteMasks:
             roster = {site: Keys(**keys) for site, keys in request.fields["roster"].items()}
             return encode(answer | {"shares": {s: data.hex() for s, data in own.shares(roster).items()}})
         told = own.unmask(request.fields["answered"])
-        with writing(self.file.parent):  # before anything leaves
-            atomic.write_text(self.file, f"{number}\n")
+        self.ledger.give_shares(number)  # before anything leaves
         return encode(answer | {"unmask": {s: [what, share.hex()] for s, (what, share) in told.items()}})
 
     def of_round(self, number: int) -> SiteSum:
