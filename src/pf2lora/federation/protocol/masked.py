@@ -159,7 +159,8 @@ class MaskedRound:
 def lost_sum(session: ServerSession, summed: Summed, problems: Mapping[str, str], asked: int) -> bool:
     """Whether a round is over without a sum: sites gave shares away, which they do once, and too few are left to give
     others. It then counts for nobody, and the run goes on with the next."""
-    given, needed = [site for site, code in problems.items() if code == "summed"], session.plan.needed(asked)
+    chosen, needed = session.chosen(session.done + 1), session.plan.needed(asked)
+    given = [site for site in chosen if problems.get(site) == "summed"]
     if summed.total is not None and asked - len(given) >= needed:
         return False
     sizes = [session.known_method.arrives(n).size for n in (max(1, session.done), session.done + 1)]
