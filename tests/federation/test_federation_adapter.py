@@ -19,7 +19,7 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
-from site_executor import HELLO, ask, context_of, executor_of
+from site_executor import HELLO, ask, context_of, controller_of, executor_of
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.controller import FederationController
@@ -38,10 +38,9 @@ from pf2lora.federation.protocol.stopping import QuorumMissed
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def controller_of(plan: Plan, folder: Path, hellos: dict[str, Any]) -> FederationController:
+def greeted(plan: Plan, folder: Path, hellos: dict[str, Any]) -> FederationController:
     """A controller before its first round, to whom the sites answer as in `hellos`."""
-    made = FederationController(plan.to_json())
-    made.root = made.folder = folder
+    made = controller_of(plan, folder)
     made.session = ServerSession(plan, folder)
     engine = SimpleNamespace(get_clients=lambda: [SimpleNamespace(name=site) for site in plan.sites])
     made.fl_ctx = SimpleNamespace(get_engine=lambda: engine)
@@ -60,7 +59,7 @@ def hellos(tmp_path: Path) -> dict[str, bytes]:
 
 def test_garbage_in_a_hello_leaves_out_its_site_alone(tmp_path: Path, hellos: dict[str, bytes]) -> None:
     bad = {"site-1": encode({"kind": "problem", "round": 1}), "site-3": None}
-    controller = controller_of(make_plan("homlora"), tmp_path / "run", hellos | bad)
+    controller = greeted(make_plan("homlora"), tmp_path / "run", hellos | bad)
     controller.collect_hellos()
     assert controller.present == ["site-2", "site-4"]
     said = read_lines(tmp_path / "run")
@@ -70,7 +69,7 @@ def test_garbage_in_a_hello_leaves_out_its_site_alone(tmp_path: Path, hellos: di
 
 def test_too_few_hellos_stop_the_run_and_say_why(tmp_path: Path, hellos: dict[str, bytes]) -> None:
     bad = dict.fromkeys(SITES[:3], b"garbage")
-    controller = controller_of(make_plan("homlora"), tmp_path / "run", hellos | bad)
+    controller = greeted(make_plan("homlora"), tmp_path / "run", hellos | bad)
     with pytest.raises(QuorumMissed, match=r"site-1: its hello cannot be read .*site-3: its hello"):
         controller.collect_hellos()
 
@@ -81,7 +80,7 @@ def test_a_site_that_does_not_fit_is_left_out_alone_wherever_it_stands(
     """It is not the measure of the others, not even where it is the first."""
     for site in SITES:
         other = encode(decode(hellos[site]).fields | {"model": "0" * 64})
-        controller = controller_of(make_plan("homlora"), tmp_path / site, hellos | {site: other})
+        controller = greeted(make_plan("homlora"), tmp_path / site, hellos | {site: other})
         controller.collect_hellos()
         assert controller.present == [s for s in SITES if s != site]
         assert list(controller.status.left_out) == [site]
@@ -91,7 +90,7 @@ def test_a_site_that_does_not_fit_is_left_out_alone_wherever_it_stands(
 
 def test_where_as_many_do_not_fit_the_run_does_not_begin(tmp_path: Path, hellos: dict[str, bytes]) -> None:
     other = {s: encode(decode(hellos[s]).fields | {"model": "0" * 64}) for s in SITES[:2]}
-    controller = controller_of(make_plan("homlora"), tmp_path / "run", hellos | other)
+    controller = greeted(make_plan("homlora"), tmp_path / "run", hellos | other)
     with pytest.raises(UserError, match=r"has another base model than site-1"):
         controller.collect_hellos()
 
@@ -100,11 +99,11 @@ def test_a_site_that_says_it_cannot_take_part_does_not_keep_the_others_from_it(
     tmp_path: Path, hellos: dict[str, bytes]
 ) -> None:
     told = encode({"kind": "problem", "round": 1, "code": "disk-full"})
-    controller = controller_of(make_plan("homlora"), tmp_path / "run", hellos | {"site-4": told})
+    controller = greeted(make_plan("homlora"), tmp_path / "run", hellos | {"site-4": told})
     controller.collect_hellos()
     assert controller.present == list(SITES[:3])
     assert "its state folder is full" in controller.status.left_out["site-4"]
-    strict = controller_of(make_plan("homlora", quorum=1.0), tmp_path / "all", hellos | {"site-4": told})
+    strict = greeted(make_plan("homlora", quorum=1.0), tmp_path / "all", hellos | {"site-4": told})
     with pytest.raises(QuorumMissed, match="site-4: cannot take part: the disk"):
         strict.collect_hellos()
 
@@ -129,7 +128,7 @@ def test_an_answer_that_is_no_message_is_left_to_the_session() -> None:
 
 
 def test_nobody_waits_for_a_site_that_was_started_again(tmp_path: Path) -> None:
-    controller = controller_of(make_plan("homlora"), tmp_path, {})
+    controller = greeted(make_plan("homlora"), tmp_path, {})
     del controller.exchange  # the real one
     controller.abort = Signal()
     answered: Any = {"site-1": b"one"}
@@ -160,7 +159,7 @@ def test_nobody_waits_for_a_site_that_was_started_again(tmp_path: Path) -> None:
 
 def test_a_run_below_its_quorum_waits_and_says_so(tmp_path: Path, hellos: dict[str, bytes]) -> None:
     only = {"site-1": hellos["site-1"]}
-    controller = controller_of(make_plan("homlora", wait=30), tmp_path, only)
+    controller = greeted(make_plan("homlora", wait=30), tmp_path, only)
     controller.abort = Signal()
     seen: list[str] = []
 
@@ -182,7 +181,7 @@ def test_a_run_below_its_quorum_waits_and_says_so(tmp_path: Path, hellos: dict[s
 
 
 def test_it_does_not_wait_longer_than_the_lead_said(tmp_path: Path, hellos: dict[str, bytes]) -> None:
-    controller = controller_of(make_plan("homlora", wait=0), tmp_path, {"site-1": hellos["site-1"]})
+    controller = greeted(make_plan("homlora", wait=0), tmp_path, {"site-1": hellos["site-1"]})
     controller.abort = Signal()
     with pytest.raises(QuorumMissed):
         controller.patiently(controller.collect_hellos)
@@ -191,7 +190,7 @@ def test_it_does_not_wait_longer_than_the_lead_said(tmp_path: Path, hellos: dict
 def test_a_site_that_comes_back_while_the_run_waits_begins_a_new_job(
     tmp_path: Path, hellos: dict[str, bytes]
 ) -> None:
-    controller = controller_of(make_plan("homlora", wait=30), tmp_path, {"site-1": hellos["site-1"]})
+    controller = greeted(make_plan("homlora", wait=30), tmp_path, {"site-1": hellos["site-1"]})
     controller.abort = Signal()
     note(tmp_path / REGISTERED, "site-2")
     os.utime(tmp_path / REGISTERED / "site-2", (time.time() + 1, time.time() + 1))
@@ -204,7 +203,7 @@ def test_a_mistyped_site_is_named_before_anybody_is_asked(tmp_path: Path, hellos
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "sites.json").write_text(json.dumps(["site-1", "site-2", "site-5"]))
     note(tmp_path / REGISTERED, "site-3")  # provisioned later
-    controller = controller_of(make_plan("homlora"), tmp_path, hellos)
+    controller = greeted(make_plan("homlora"), tmp_path, hellos)
     with pytest.raises(UserError, match="unknown site 'site-4'; did you mean 'site-"):
         controller.collect_hellos()
 

@@ -216,15 +216,6 @@ def test_a_round_whose_masks_stay_on_counts_for_nobody(
     )  # with batches of its own: those of round 1 are not drawn again
 
 
-def test_a_damaged_note_of_the_last_sum_is_one_line(tmp_path: Path) -> None:
-    small = make_masked(tmp_path, masked_plan("homlora"))
-    masks = small.setups["site-1"].masks
-    assert masks is not None and masks.summed() == 0
-    masks.file.write_text("w1")
-    with pytest.raises(UserError, match="it holds no number of a round"):
-        small.sessions["site-1"].answer(messages.Message({"kind": "keys", "round": 1}, {}))
-
-
 # --- with noise ---------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from pf2lora.federation.flare.executor import BODY, SiteExecutor
 from pf2lora.federation.protocol.messages import decode
 from pf2lora.federation.protocol.plan import SHARED, NotShared, Plan
 from pf2lora.federation.protocol.problems import PROBLEMS
-from pf2lora.federation.protocol.signed_plan import PURPOSE
+from pf2lora.federation.protocol.signed_plan import SignedPlan
 from pf2lora.run.config import from_settings, merged
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,7 +61,8 @@ def by_hand(config: dict[str, Any]) -> str:
 def told(text: str, kit: Path) -> dict[str, Any]:
     """What the site answers to the hello of a run whose plan this is, signed by a lead."""
     lead = lead_of(kit)
-    executor = SiteExecutor(text, lead.certificate, lead.sign(PURPOSE + text.encode()))
+    signed = SignedPlan(text, lead.certificate, signed_at=int(time.time()))
+    executor = SiteExecutor(text, signed.certificate, lead.sign(signed.signed_part()), signed.signed_at)
     answer = ask(executor, context_of(SITE, kit / "local"), HELLO)
     if executor.session is not None:
         executor.session.folder.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from pf2lora.federation.protocol import approvals, messages
 from pf2lora.federation.protocol.allow_list import AllowList
 from pf2lora.federation.protocol.batch_secret import FILE, private_seed, read_secret
 from pf2lora.federation.protocol.checkpoints import StateFolderError
+from pf2lora.federation.protocol.ledger import Ledger
 from pf2lora.federation.protocol.messages import Malformed
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import (
@@ -154,35 +154,35 @@ def test_a_runs_name_is_one_plan_so_that_nothing_begins_anew(site: Path, tmp_pat
     """The rounds, runs and ε of a site are counted by names. A plan may go on for longer, and before its first round be
     mended."""
     site.with_name("policy.toml").write_text("")
-    folder = site.parents[2] / "state" / SITES[0] / "mended"
     plan, other = (
         replace(make_plan("homlora", SITES[:2], config={"lr": lr}), name="mended") for lr in (0.01, 0.02)
     )
     for asked in (plan, other, plan):
-        build(asked, site, SITES[0])
-    (folder / "aside" / "1").mkdir(parents=True)
-    (folder / "aside" / "1" / "round-000001.safetensors").touch()  # a round that the server lost is one, too
+        setup = build(asked, site, SITES[0])
+    setup.ledger.begin_training(1)
     build(changed(plan, rounds=30), site, SITES[0])
     with pytest.raises(StateFolderError, match="the run 'mended' exists with another config") as error:
         build(other, site, SITES[0])
     assert problem_fields(error.value) == {"code": "plan"}
     assert "choose another --name" in PROBLEMS["plan"]
     build(plan, site, SITES[0])
-    shutil.rmtree(folder)
+    setup.ledger.file.unlink()
 
 
-def test_runs_are_counted_by_the_states_that_the_site_has(site: Path, tmp_path: Path) -> None:
-    state = site.parents[2] / "state" / SITES[0]
+def test_runs_are_counted_by_the_ledger_whatever_was_cleaned_up(site: Path, tmp_path: Path) -> None:
     plan = make_plan("homlora", SITES[:2])
+    other = replace(plan, name="other")
     site.with_name("policy.toml").write_text("max_runs = 1")
-    for name, files in (("refused", ["lock"]), (plan.name, ["round-000001.safetensors"])):
-        (state / name).mkdir(parents=True, exist_ok=True)
-        for file in files:
-            (state / name / file).touch()
+    trained = build(plan, site, SITES[0]).ledger
+    idle = Ledger(trained.file.parents[1], other, SITES[0], 0)
+    idle.take()
+    trained.begin_training(1)
     build(plan, site, SITES[0])  # the run itself, and one in which nothing was done
-    (state / "other").mkdir()
-    (state / "other" / "round-000007.safetensors").touch()
-    assert "max_runs is 1" in refused(site, "max_runs = 1", plan, tmp_path)
+    assert "max_runs is 1" in refused(site, "max_runs = 1", other, tmp_path)
+    idle.begin_training(1)
+    assert "max_runs is 1" in refused(site, "max_runs = 1", plan, tmp_path / "again")
+    for entry in (trained, idle):
+        entry.file.unlink()  # which is how its keeper forgets a run
 
 
 @pytest.mark.parametrize(
@@ -191,6 +191,8 @@ def test_runs_are_counted_by_the_states_that_the_site_has(site: Path, tmp_path: 
         ("min_step = 2", "min_steps"),
         ("min_rows = 0", "min_rows is 0; it must be above 0"),
         ("max_runs = -1", "max_runs is -1"),
+        ("max_repeats = -1", "max_repeats is -1"),
+        ("max_plan_days = 0", "max_plan_days is 0; it must be above 0"),
         ("min_sites = 1", "min_sites is 1; a sum of fewer than 2 hides nothing"),
         ("min_rows = 2.5", "min_rows must be of type int"),
         ("max_epsilon = -1.0", "max_epsilon is -1.0"),

@@ -16,6 +16,7 @@ from small_federation import SITES, make_plan, make_small
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
 from nvflare.apis.signal import Signal
+from site_executor import controller_of
 
 from pf2lora.federation.flare import presence
 from pf2lora.federation.flare.controller import TRIES, FederationController
@@ -43,8 +44,7 @@ class Run:
 
     def job(self, *there: str) -> FederationController:
         """The next job, with these sites in it."""
-        made, self.jobs = FederationController(self.plan.to_json()), self.jobs + 1
-        made.root = made.folder = self.folder
+        made, self.jobs = controller_of(self.plan, self.folder), self.jobs + 1
         made.status.job, made.abort = f"job-{self.jobs}", Signal()
         made.session = ServerSession(self.plan, self.folder)
         made.remember(read_status(self.folder))

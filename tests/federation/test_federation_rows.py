@@ -17,10 +17,10 @@ from torch import Tensor
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
 from nvflare.apis.signal import Signal
+from site_executor import controller_of
 
 from pf2lora.core.method import Updates
 from pf2lora.core.privacy import Mechanism, clipped
-from pf2lora.federation.flare.controller import FederationController
 from pf2lora.federation.protocol import private, robust, rows
 from pf2lora.federation.protocol.checkpoints import StateFolderError
 from pf2lora.federation.protocol.rows import Rows
@@ -135,8 +135,7 @@ def test_a_full_disk_ends_the_round_in_the_runs_own_thread(
 ) -> None:
     plan = make_plan("homlora")
     small = make_small(tmp_path / "small", plan)
-    controller: Any = FederationController(plan.to_json())
-    controller.root = controller.folder = tmp_path
+    controller: Any = controller_of(plan, tmp_path)
     controller.session = ServerSession(plan, tmp_path / "run")
     controller.abort, controller.fl_ctx = Signal(), None
     for site, hello in small.ask(dict.fromkeys(SITES, small.coordinator.hello())).items():

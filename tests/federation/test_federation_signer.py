@@ -4,9 +4,8 @@ server, which passes plans on and may hold the kits of sites."""
 from __future__ import annotations
 
 import json
-import os
+import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,33 +19,21 @@ from small_federation import changed, make_plan, write_data, write_model, write_
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
-from flare_federation import LEAD, Flare, flare
-from nvflare.apis.event_type import EventType
+from flare_federation import LEAD
 from nvflare.apis.signal import Signal
-from nvflare.fuel.hci.proto import InternalCommands
-from nvflare.fuel.hci.server.constants import ConnProps
-from nvflare.fuel.hci.server.reg import ServerCommandRegister
-from nvflare.private.fed.server.fed_server import FederatedServer
 from site_executor import HELLO, ask, context_of, executor_of, lead_of
-from typer.testing import CliRunner
 
-from pf2lora.cli.federation import app
-from pf2lora.errors import UserError
-from pf2lora.federation.flare import admin, processes
+from pf2lora.federation.flare import admin
 from pf2lora.federation.flare.controller import FederationController
 from pf2lora.federation.flare.executor import BODY, AllowListFilter, SiteExecutor
 from pf2lora.federation.flare.keys import remove
-from pf2lora.federation.flare.logins import RemovedPeople, keep_out
 from pf2lora.federation.flare.provision import Project, provision
-from pf2lora.federation.flare.rehearse import listening
-from pf2lora.federation.flare.resumer import STARTING, RunResumer
 from pf2lora.federation.protocol import audit
 from pf2lora.federation.protocol.identity import Authority, KitIdentity
 from pf2lora.federation.protocol.messages import decode, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.problems import told
-from pf2lora.federation.protocol.removals import removed
-from pf2lora.federation.protocol.run_status import read_status
+from pf2lora.federation.protocol.run_status import UNFINISHED, Status, read_status, write_status
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.signed_plan import REFUSALS, PlanRefused, SignedPlan
 
@@ -88,6 +75,16 @@ def signed_as_a_message(kits: Kits, plan: Plan) -> SignedPlan:
     return SignedPlan(plan.to_json(), lead.certificate, lead.sign(plan.to_json().encode()))
 
 
+def signed_on(lead: KitIdentity, plan: Plan, when: float) -> SignedPlan:
+    made = SignedPlan(plan.to_json(), lead.certificate, signed_at=int(when))
+    return replace(made, signature=lead.sign(made.signed_part()))
+
+
+def dated_anew(kits: Kits, plan: Plan) -> SignedPlan:
+    """An old signature with a new date."""
+    return replace(signed_on(identity(kits[LEAD]), plan, time.time() - 1e7), signed_at=int(time.time()))
+
+
 def with_the_leads_certificate(kits: Kits, plan: Plan) -> SignedPlan:
     return replace(SignedPlan.by(identity(kits[SITE]), plan), certificate=identity(kits[LEAD]).certificate)
 
@@ -107,6 +104,19 @@ ATTACKS: dict[str, tuple[Callable[[Kits, Plan], SignedPlan], str]] = {
     "by the site itself": (signed_by(SITE), "signer"),
     "by the server": (signed_by("server"), "signer"),
     "by a member": (signed_by(MEMBER), "signer"),
+    "dated anew": (dated_anew, "signature"),
+    "with its date as a text": (
+        lambda kits, plan: replace(signed_by(LEAD)(kits, plan), signed_at=str(int(time.time()))),  # type: ignore[arg-type]
+        "signature",
+    ),
+    "dated in advance": (
+        lambda kits, plan: signed_on(identity(kits[LEAD]), plan, time.time() + 7200),
+        "signed-later",
+    ),
+    "for other sites": (
+        lambda kits, plan: SignedPlan.by(identity(kits[LEAD]), replace(plan, sites=("site-2", "site-3"))),
+        "not-named",
+    ),
 }
 
 
@@ -153,6 +163,48 @@ def test_a_certificate_that_has_ended_signs_no_plan(tmp_path: Path) -> None:
     lead = write_kit(tmp_path / "lead", LEAD, authority_of(tmp_path), days=-1, role="lead")
     with pytest.raises(PlanRefused, match="not in date: submit it again with a renewed kit"):
         SignedPlan.by(lead, make_plan()).lead(lead, ())
+
+
+def test_a_plan_that_was_signed_too_long_ago_is_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a server could come with it for as long as the lead's certificate lasts. The same plan goes on."""
+    write_model(tmp_path / "model")
+    write_data(tmp_path, (SITE,))
+    kit, plan = tmp_path / "kit", make_plan("homlora", (SITE,))
+    local = write_site_file(kit / "local" / "site.toml", tmp_path, SITE).parent
+    lead, context, now = lead_of(kit), context_of(SITE, local), time.time()
+    old = SiteExecutor(**asdict(signed_on(lead, plan, now - 89 * 86400)))
+    assert decode(ask(old, context, HELLO)[BODY]).kind == "hello"
+    train = [encode({"kind": "train", "round": number}) for number in (1, 2)]
+    assert decode(ask(old, context, train[0])[BODY]).kind == "update"
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 86400)
+    fields = decode(ask(old, context, train[1])[BODY]).fields
+    assert fields["code"] == "policy"
+    line = "its policy's max_plan_days is 90, and the run's plan was signed longer ago: submit it again"
+    assert told(fields, plan) == line == old.status.line
+    assert old.session is not None
+    old.session.folder.close()
+    again = executor_of(plan, kit)
+    assert decode(ask(again, context, HELLO)[BODY]).kind == "hello"
+    assert decode(ask(again, context, train[1])[BODY]).kind == "update"
+
+
+def test_a_signed_job_that_is_sent_again_after_its_end_gets_no_update(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_data(tmp_path, (SITE,))
+    kit, plan = tmp_path / "kit", make_plan("homlora", (SITE,), config={"rounds": 1})
+    local = write_site_file(kit / "local" / "site.toml", tmp_path, SITE).parent
+    context, codes = context_of(SITE, local), []
+    for _ in range(2):
+        executor = executor_of(plan, kit)
+        assert decode(ask(executor, context, HELLO)[BODY]).kind == "hello"
+        trained = decode(ask(executor, context, encode({"kind": "train", "round": 1}))[BODY])
+        codes.append(trained.fields.get("code", trained.kind))
+        ask(executor, context, encode({"kind": "finish", "round": 2}))
+        assert executor.session is not None
+        executor.session.folder.close()
+    assert codes == ["update", "finished"]
 
 
 def test_a_site_that_removes_a_lead_takes_no_more_of_its_messages_and_readmits_it(tmp_path: Path) -> None:
@@ -205,125 +257,21 @@ def test_a_removed_leads_run_stops(tmp_path: Path) -> None:
     made = controlled(tmp_path, SignedPlan.by(lead, plan))
     status = read_status(tmp_path / "run")
     assert status is not None and (status.state, status.line) == ("stopped", REFUSALS["signer-removed"])
-    made.lead = "lead@example.org"  # and one that runs, before its next round
-    with pytest.raises(PlanRefused):
+    with pytest.raises(PlanRefused):  # and one that runs, before its next round
         made.run_rounds()
 
 
-class Asked(dict[str, Any]):
-    """A command's connection, as far as the filter looks at it."""
-
-    def __init__(self, user: str = "") -> None:
-        super().__init__({ConnProps.USER_NAME: user})
-        self.said: list[str] = []
-        self.append_string = self.append_error = self.said.append
-
-    def get_prop(self, name: str) -> Any:
-        return self.get(name)
-
-
-def test_a_removed_person_neither_logs_in_nor_goes_on_with_a_session(tmp_path: Path) -> None:
-    (tmp_path / "startup").mkdir()
+@pytest.mark.parametrize("ends", ["expired", "removed"])
+def test_a_run_whose_lead_is_none_any_more_stops_between_two_jobs(tmp_path: Path, ends: str) -> None:
+    """What began it goes on no more when the server is started again: its state is none that is unfinished."""
+    days = -1 if ends == "expired" else 10
+    lead = write_kit(tmp_path / "startup", LEAD, authority_of(tmp_path), days=days, role="lead")
     (tmp_path / "startup" / "fed_server.json").touch()
-    told: list[str] = []
-    people: Any = RemovedPeople(tmp_path, told.append)
-    login = [InternalCommands.CERT_LOGIN, LEAD]
-    assert people.pre_command(Asked(), login) and people.pre_command(Asked(LEAD), ["submit_job", "x"])
-    remove(tmp_path, LEAD)
-    for user, command in (("", login), (LEAD, ["submit_job", "x"]), (LEAD, ["list_jobs"])):
-        asked = Asked(user)
-        assert not people.pre_command(asked, command)
-        assert f"{LEAD} was removed" in asked.said[0]
-    assert people.pre_command(Asked(MEMBER), ["list_jobs"])
-    assert told == [LEAD] * 3
-    remove(tmp_path, LEAD, back=True)
-    assert people.pre_command(Asked(), login)
-
-
-def test_a_server_whose_commands_pass_no_filter_ends_with_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As with another FLARE, which would set up what reads commands in another way."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
-    reads = SimpleNamespace(cmd_reg=ServerCommandRegister(None))
-    made, fed = RunResumer(), FederatedServer.__new__(FederatedServer)
-    context: Any = SimpleNamespace(
-        get_engine=lambda: SimpleNamespace(server=fed), get_peer_context=lambda: None
-    )
-    keep_out(fed, made.people)
-    fed.set_admin_server(reads)  # as FLARE 2.9.0 does it
-    made.began -= 2 * STARTING
-    made.handle_event(EventType.CLIENT_HEARTBEAT_PROCESSED, context)
-    fed.admin_server = SimpleNamespace(cmd_reg=ServerCommandRegister(None))
-    for event in (EventType.CLIENT_REGISTER_RECEIVED, EventType.CLIENT_HEARTBEAT_PROCESSED):
-        with pytest.raises(SystemExit):
-            made.handle_event(event, context)
-    assert "does not let pf2lora refuse removed people" in capsys.readouterr().err
-    made.began += 2 * STARTING  # it may not be there yet
-    made.handle_event(EventType.CLIENT_HEARTBEAT_PROCESSED, context)
-
-
-SAID = {
-    ("server", MEMBER): "runs that guest@example.org submitted stop after their round",
-    (SITE, MEMBER): "no plan of guest@example.org's is taken here",
-    ("server", "site-2"): "is let in no more",
-    (SITE, "site-2"): "is in no masked sum with this site",
-}
-
-
-@pytest.mark.parametrize(("where", "who"), SAID)
-def test_people_and_sites_are_removed_at_the_server_and_at_a_site(where: str, who: str, kits: Kits) -> None:
-    done = CliRunner().invoke(app, ["remove", who, "--kit", str(kits[where])])
-    assert done.exit_code == 0 and SAID[where, who] in " ".join(done.output.split())
-    assert removed(kits[where]) == [who]
-    done = CliRunner().invoke(app, ["readmit", who, "--kit", str(kits[where])])
-    assert done.exit_code == 0 and removed(kits[where]) == []
-    with pytest.raises(UserError, match="is no kit of the server or a site"):
-        remove(kits[LEAD], who)
-
-
-@pytest.mark.slow
-def test_people_who_are_removed_from_a_federation_that_runs(tmp_path: Path) -> None:
-    """At a site: it alone is left out, with the same line at both ends. At the server: who logs in is refused in a
-    line, and the run stops, also when the server is started again; readmitted, the lead goes on with it."""
-    plan = make_plan("homlora", (SITE, "site-2"), config={"rounds": 400}, deadline=60)
-    with flare(tmp_path, plan) as run:
-        run.start("server", *plan.sites)
-        remove(run.kits[SITE], LEAD)
-        run.submit()
-        run.wait(lambda: run.round() >= 2, 180, "rounds")
-        assert run.says(f"{SITE} is left out: cannot take part: {REFUSALS['signer-removed']}")
-        assert REFUSALS["signer-removed"] in run.log(SITE)
-        with admin.session(run.kits[LEAD]) as session:
-            assert session.list_jobs()
-            remove(run.kits["server"], LEAD)
-            with pytest.raises(Exception, match=r"removed|not authenticated|AUTH_REMOVED"):
-                session.list_jobs()
-        refused_to_log_in(run)
-        run.wait(lambda: run.state() == "stopped", 60, "the run to stop")
-        stopped = run.round()
-        assert run.says(REFUSALS["signer-removed"]) and f"{LEAD} was refused" in run.log("server")
-        run.kill("server")
-        run.start("server")
-        run.wait(lambda: listening(processes.open_kit(run.kits["server"]).port), 60, "the server")
-        refused_to_log_in(run)
-        assert (run.state(), run.round()) == ("stopped", stopped)
-        remove(run.kits["server"], LEAD, back=True)
-        run.kill("server")  # which lets in again when it is started
-        run.start("server")
-        run.wait(lambda: let_in(run), 60, "the lead to be let in")
-        admin.resume_run(run.kits[LEAD], plan.name)
-        run.wait(lambda: run.round() > stopped, 120, "the run to go on")
-        admin.stop_run(run.kits[LEAD], plan.name)
-
-
-def refused_to_log_in(run: Flare) -> None:
-    with pytest.raises(UserError, match=rf"^{LEAD} was removed from the federation at "):
-        admin.runs(run.kits[LEAD])
-
-
-def let_in(run: Flare) -> bool:
-    with suppress(UserError):  # it may not listen yet
-        return bool(admin.runs(run.kits[LEAD]))
-    return False
+    (tmp_path / "run").mkdir()
+    write_status(tmp_path / "run", Status("continue", 2, 3, job="job-0"))
+    if ends == "removed":
+        remove(tmp_path, LEAD)
+    controlled(tmp_path, SignedPlan.by(lead, make_plan("homlora")))
+    status = read_status(tmp_path / "run")
+    assert status is not None and status.state not in UNFINISHED
+    assert (status.state, status.job, status.line) == ("stopped", "job-1", REFUSALS[f"signer-{ends}"])

@@ -25,8 +25,8 @@ from small_federation import (
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
 from nvflare.apis.signal import Signal
+from site_executor import controller_of
 
-from pf2lora.federation.flare.controller import FederationController
 from pf2lora.federation.flare.rehearse import write_site
 from pf2lora.federation.protocol import messages, outcome
 from pf2lora.federation.protocol.checkpoints import BEST
@@ -302,8 +302,7 @@ def test_one_sites_loss_does_not_end_everybodys_run() -> None:
 def test_the_server_says_why_a_run_ended_early(tmp_path: Path) -> None:
     plan = hopeless()
     small = make_small(tmp_path, plan)
-    controller = FederationController(plan.to_json())
-    controller.root = controller.folder = tmp_path / "run"
+    controller = controller_of(plan, tmp_path / "run")
     controller.session = ServerSession(plan, controller.folder)
     controller.abort = Signal()
     controller.status.job = "job"

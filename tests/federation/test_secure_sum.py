@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pf2lora.federation.protocol import ring, shamir
-from pf2lora.federation.protocol.secure_sum import Refused, SiteSum, derived
+from pf2lora.federation.protocol.secure_sum import Refused, SiteSum, mask_key
 from pf2lora.federation.protocol.server_sum import BadDealer, ServerSum
 from pf2lora.federation.protocol.shamir import majority
 
@@ -119,7 +119,7 @@ def test_a_late_update_stays_masked_and_both_secrets_are_never_told() -> None:
         there["a"].unmask(SITES)
     left = late  # all that the server can take away: it has e's mask key now
     for site in "abcd":
-        key = derived(there["e"].masking, server.roster[site].masking, "mask", there["e"].digest)
+        key = mask_key(there["e"].masking, server.roster[site].masking, b"", there["e"].digest)
         left = left + ring.mask(key, COUNT)
     assert torch.equal(left, ring.mask(there["e"].seed, COUNT))
 

@@ -1,4 +1,4 @@
-"""A site's executor without FLARE around it."""
+"""A site's executor, and the server's controller, without FLARE around them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
+from pf2lora.federation.flare.controller import FederationController
 from pf2lora.federation.flare.executor import BODY, SiteExecutor
 from pf2lora.federation.protocol.identity import KitIdentity
 from pf2lora.federation.protocol.messages import encode
@@ -34,6 +35,7 @@ def context_of(site: str, kit: Path) -> FLContext:
 def lead_of(kit: Path) -> KitIdentity:
     """The lead of a federation whose authority the kit knows."""
     folder = kit / "lead"
+    kit.mkdir(parents=True, exist_ok=True)
     made = KitIdentity.of(folder) if folder.exists() else None
     made = made or write_kit(folder, "lead@example.org", authority_of(kit), role="lead")
     (kit / "startup").mkdir(exist_ok=True)
@@ -44,6 +46,13 @@ def lead_of(kit: Path) -> KitIdentity:
 def executor_of(plan: Plan, kit: Path) -> SiteExecutor:
     """The executor of a plan that the lead has signed."""
     return SiteExecutor(**asdict(SignedPlan.by(lead_of(kit), plan)))
+
+
+def controller_of(plan: Plan, root: Path) -> FederationController:
+    """The controller of such a plan; `root` is the server's kit and the run's folder in one."""
+    made = FederationController(**asdict(SignedPlan.by(lead_of(root), plan)))
+    made.root = made.folder = root
+    return made
 
 
 def ask(executor: SiteExecutor, context: FLContext, request: bytes) -> Shareable:

@@ -55,10 +55,10 @@ TRIES = 3  # of a round that misses its quorum
 class FederationController(Presence):
     """The rounds of a plan, one FLARE task per site and message."""
 
-    def __init__(self, plan: str, certificate: str = "", signature: str = "") -> None:
-        """The run's plan as JSON, and who signed it, from the job."""
+    def __init__(self, plan: str, certificate: str = "", signature: str = "", signed_at: int = 0) -> None:
+        """The run's plan as JSON, and who signed it when, from the job."""
         super().__init__(Plan.from_json(plan))
-        self.signed = SignedPlan(plan, certificate, signature)
+        self.signed = SignedPlan(plan, certificate, signature, signed_at)
         self.lead = ""  # who signed it
         self.misses: dict[int, int] = {}  # how often a round missed its quorum
 
@@ -101,7 +101,7 @@ class FederationController(Presence):
         with (self.folder / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.lead = self.signed.lead(Authority.of(self.root / "startup"), removed=())
+                self.lead = self.signed.signer(self.authority).name
                 self.remember(read_status(self.folder))
                 self.session = ServerSession(self.plan, self.folder)
             except BlockingIOError:
@@ -139,9 +139,14 @@ class FederationController(Presence):
                     raise
 
     def check_lead(self) -> None:
-        """`PlanRefused` where the lead was removed meanwhile: nobody else could stop the run."""
-        if self.lead in removed(self.root):
-            raise PlanRefused("signer-removed")
+        """`PlanRefused` where the lead was removed meanwhile, as nobody else could stop the run, or the certificate
+        ended, as no site goes on then."""
+        self.signed.lead(self.authority, removed(self.root))
+
+    @property
+    def authority(self) -> Authority:
+        """By whose certificate the lead is known."""
+        return Authority.of(self.root / "startup")
 
     def wait_for_sites(self, missed: QuorumMissed) -> bool:
         """Whether enough sites were back in time; `NewJob` where one is that cannot take part in this one."""

@@ -31,10 +31,11 @@ from pf2lora.federation.protocol.checkpoints import CheckpointFolder
 from pf2lora.federation.protocol.identity import Authority
 from pf2lora.federation.protocol.messages import Malformed, Message, encode
 from pf2lora.federation.protocol.plan import Plan
+from pf2lora.federation.protocol.policy import POLICY_FILE, check_age, read_policy
 from pf2lora.federation.protocol.problems import problem_fields
 from pf2lora.federation.protocol.removals import removed
 from pf2lora.federation.protocol.run_status import Status, run_folder, write_status
-from pf2lora.federation.protocol.signed_plan import SignedPlan
+from pf2lora.federation.protocol.signed_plan import PlanRefused, SignedPlan
 from pf2lora.federation.protocol.site import SiteSession
 from pf2lora.federation.protocol.wire import Wire
 
@@ -45,10 +46,11 @@ ALLOW_LIST = "pf2lora.allow_list"  # where the executor leaves it for the filter
 class SiteExecutor(Executor):
     """Runs the site's session. A site's own problem is said in its own log and told to the server as a code only."""
 
-    def __init__(self, plan: str, certificate: str = "", signature: str = "") -> None:
-        """The run's plan as JSON, and who signed it, from the job: nothing of it is used before that was checked."""
+    def __init__(self, plan: str, certificate: str = "", signature: str = "", signed_at: int = 0) -> None:
+        """The run's plan as JSON, and who signed it when, from the job: nothing of it is used before that was
+        checked."""
         super().__init__()
-        self.signed = SignedPlan(plan, certificate, signature)
+        self.signed = SignedPlan(plan, certificate, signature, signed_at)
         self.plan: Plan | None = None
         self.session: SiteSession | None = None
         self.problem: dict[str, Any] | None = None  # what the server is told of what stopped this site
@@ -96,16 +98,20 @@ class SiteExecutor(Executor):
             write_status(folder, status)
 
     def ready(self, fl_ctx: FLContext) -> SiteSession:
-        """The session, built at the first message: the base model is loaded once and stays. Who signed the plan is
-        looked at each time: a lead may be removed meanwhile."""
-        kit = kit_of(fl_ctx)
+        """The session, built at the first message: the base model is loaded once and stays. Who signed the plan, and
+        when, is looked at each time: a lead may be removed meanwhile."""
+        kit, site = kit_of(fl_ctx), fl_ctx.get_identity_name()
         lead = self.signed.lead(Authority.of(kit / "startup"), removed(kit))
+        plan = self.plan or Plan.from_json(self.signed.plan)
+        if site not in plan.sites:
+            raise PlanRefused("not-named")
+        self.plan = plan
+        policy = self.session.setup.policy if self.session else read_policy(local_of(fl_ctx) / POLICY_FILE)
+        check_age(policy, plan, self.signed.signed_at)
         if self.session is None:
             from pf2lora.federation.protocol import site_setup
 
-            plan = self.plan = Plan.from_json(self.signed.plan)
             self.status.rounds = plan.run.training.rounds
-            site = fl_ctx.get_identity_name()
             file = local_of(fl_ctx) / site_setup.SITE_FILE
             folder = CheckpointFolder(site_setup.state_folder(plan, file), plan.name)
             folder.open()

@@ -73,19 +73,24 @@ def agreeing_first(answers: Mapping[str, object], allowed: AllowList) -> list[st
 
 
 def keep_plan(plan: Plan, file: Path) -> None:
-    """Write the plan of a run down. A name is one run: what makes its numbers may not change when it is resumed. It may
-    go on for longer, unless its noise was found for a number of rounds."""
-    now = json.loads(plan.to_json())
-    before = json.loads(Plan.from_json(read_text(file)).to_json()) if file.exists() else now
+    """Write the plan of a run down, if it goes on with the one that is there."""
+    if file.exists():
+        check_same(plan, Plan.from_json(read_text(file)))
+    atomic.write_json(file, asdict(plan))
+
+
+def check_same(plan: Plan, before: Plan) -> None:
+    """A UserError where this plan does not go on with the one `before`. A name is one run: what makes its numbers may
+    not change when it is resumed. It may go on for longer, unless its noise was found for a number of rounds."""
+    now, then = (json.loads(p.to_json()) for p in (plan, before))
     fixed = ("rounds",) if plan.run.privacy.dp_epsilon is not None else ()
     free = [name for name in MAY_CHANGE if name not in fixed]
     for key, value in now.items():
-        old = before[key]
+        old = then[key]
         if key == "config":
             value, old = (without(tables, free) for tables in (value, old))
         if key not in MAY_CHANGE and value != old:
             raise UserError(f"the run {plan.name!r} exists with another {key}: choose another --name")
-    atomic.write_json(file, asdict(plan))
 
 
 def without(tables: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

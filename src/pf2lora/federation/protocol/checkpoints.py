@@ -216,11 +216,6 @@ class CheckpointFolder:
         return self.folder / f"{kind}-{number:06d}.safetensors"
 
 
-def has_state(folder: Path) -> bool:
-    """Whether this is the folder of a run in which a round was done, also one that was set aside."""
-    return any(folder.rglob(f"{STATE}-*.safetensors"))
-
-
 def restored(like: Tree, tensors: Sequence[Tensor], file: Path) -> Tree:
     """Nested tuples as `like`, with the tensors that `tensors_of` gave and `file` held; a StateFolderError if they do
     not fit."""

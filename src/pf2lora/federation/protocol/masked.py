@@ -21,7 +21,7 @@ from pf2lora.federation.protocol.identity import Authority
 from pf2lora.federation.protocol.messages import Malformed, Message, encode
 from pf2lora.federation.protocol.secure_sum import Keys, Refused, check_keys
 from pf2lora.federation.protocol.server_sum import BadDealer, ServerSum
-from pf2lora.federation.protocol.site_masks import context
+from pf2lora.federation.protocol.site_masks import context, start_digest
 
 if TYPE_CHECKING:
     from pf2lora.federation.protocol.server import ServerSession
@@ -76,7 +76,8 @@ class MaskedRound:
         self.session, self.authority, self.exchange = session, authority, exchange
         self.number = session.done + 1
         size, among = session.known_method.leaves(self.number).size, session.chosen(self.number)
-        self.sum = ServerSum(context(session.plan, self.number), size, among)
+        start = start_digest(session.common)
+        self.sum = ServerSum(context(session.plan, self.number), size, among, start=start)
 
     def updates(self, there: Sequence[str], asides: Sequence[str], measured: set[int]) -> dict[str, Answer]:
         """All that this try has of a site: its update, or what it answered instead in one of the steps."""
@@ -158,7 +159,8 @@ class MaskedRound:
 def lost_sum(session: ServerSession, summed: Summed, problems: Mapping[str, str], asked: int) -> bool:
     """Whether a round is over without a sum: sites gave shares away, which they do once, and too few are left to give
     others. It then counts for nobody, and the run goes on with the next."""
-    given, needed = [site for site, code in problems.items() if code == "summed"], session.plan.needed(asked)
+    chosen, needed = session.chosen(session.done + 1), session.plan.needed(asked)
+    given = [site for site in chosen if problems.get(site) == "summed"]
     if summed.total is not None and asked - len(given) >= needed:
         return False
     sizes = [session.known_method.arrives(n).size for n in (max(1, session.done), session.done + 1)]

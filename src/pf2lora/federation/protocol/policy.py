@@ -8,6 +8,7 @@ sides make the same line of it.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from pf2lora.settings import from_table, require_not_negative, require_positive,
 from pf2lora.tasks import TASKS
 
 POLICY_FILE = "policy.toml"
+DAY = 86400.0  # seconds
 WORD = re.compile(r"[A-Za-z0-9_@. -]{1,40}")  # a metric's name
 
 
@@ -38,9 +40,12 @@ class Policy:
         "score (one of fewer rows stays at home)",
     )
     max_rounds: int = setting(1000, "most rounds of a run")
-    max_runs: int = setting(
-        100, "most runs that the site takes part in: those of which its state folder has a state"
+    max_repeats: int = setting(
+        20,
+        "how often, beyond the plan's rounds, the site trains for a run: a round is asked for again after a crash",
     )
+    max_runs: int = setting(100, "most runs that the site takes part in: those in which it has trained")
+    max_plan_days: int = setting(90, "how many days ago the lead may have signed the plan of a run")
     max_epsilon: float | None = setting(
         None, "largest ε of a run; one without noise costs any amount (default: every run is taken)"
     )
@@ -65,9 +70,16 @@ class Policy:
 
     def __post_init__(self) -> None:
         require_positive(
-            self, "min_batch_size", "min_steps", "min_rows", "max_rounds", "max_epsilon", "max_delta"
+            self,
+            "min_batch_size",
+            "min_steps",
+            "min_rows",
+            "max_rounds",
+            "max_plan_days",
+            "max_epsilon",
+            "max_delta",
         )
-        require_not_negative(self, "max_runs")
+        require_not_negative(self, "max_runs", "max_repeats")
         if self.max_delta >= 1:
             raise UserError(f"max_delta is {self.max_delta}; it is a probability, below 1")
         if self.min_sites < 2:
@@ -139,7 +151,7 @@ def to_toml(policy: Policy) -> str:
 
 
 def check_plan(policy: Policy, plan: Plan, runs: int) -> None:
-    """`PolicyBroken` where the plan asks for more than the policy allows; the site has a state of `runs` others."""
+    """`PolicyBroken` where the plan asks for more than the policy allows; the site has trained for `runs` others."""
     values = asked(plan)
     for name in ("min_batch_size", "min_steps", "min_rows", *(("min_sites",) if plan.masked else ())):
         if values[name] < getattr(policy, name):
@@ -161,6 +173,12 @@ def check_plan(policy: Policy, plan: Plan, runs: int) -> None:
             raise PolicyBroken(plan, "max_epsilon", policy.max_epsilon)
         if cost.delta > policy.max_delta:
             raise PolicyBroken(plan, "max_delta", policy.max_delta)
+
+
+def check_age(policy: Policy, plan: Plan, signed_at: float) -> None:
+    """`PolicyBroken` where the plan was signed too long ago: a server could come with it as long as it has it."""
+    if time.time() - signed_at > policy.max_plan_days * DAY:
+        raise PolicyBroken(plan, "max_plan_days", policy.max_plan_days)
 
 
 def asked(plan: Plan) -> Mapping[str, int]:
@@ -206,6 +224,10 @@ def refusal(plan: Plan, limit: str, allows: float | None = None) -> str:
             return f"its policy refuses the run ({limit})"
         case "max_runs":
             return f"{is_}, and it has taken part in so many runs"
+        case "max_repeats":
+            return f"{is_}, and the run has asked it to train so often beyond its rounds"
+        case "max_plan_days":
+            return f"{is_}, and the run's plan was signed longer ago: submit it again"
         case "max_epsilon":
             cost = spending(plan)
             return f"{is_}, and the run has {'no differential privacy' if cost is None else cost.sentence()}"

@@ -31,6 +31,7 @@ PROBLEMS = {
     "labels": "its data has labels, or questions without an answer, that the run's --labels do not name",
     "plan": "it does not take the plan: it has done rounds of a run of this name with another one (choose another "
     "--name), or the plan sets what is a site's own",
+    "finished": "it has finished these rounds: a longer plan goes on after them, another --name begins anew",
     "policy": "its own policy.toml does not allow the run",
     **REFUSALS,
     "masks": "it refused the round's masks or has lost them",

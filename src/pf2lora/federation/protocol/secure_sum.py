@@ -4,13 +4,15 @@
    certificate.
 2. It splits its mask key and its seed into shares, one for every site, each encrypted for that site alone, with the
    hashes of the shares beside them.
-3. It adds to its numbers, in a ring, its own mask (from the seed) and one for every other site (from both keys, with
-   opposite signs at the two ends). Whose shares it cannot open, it says.
+3. It adds to its numbers, in a ring, its own mask (from the seed) and one for every other site (from both keys and the
+   x that it began with, with opposite signs at the two ends). Whose shares it cannot open, it says.
 4. The server says who answered. Of each who did, the others give their shares of the seed; of each who did not, those
    of the mask key; never both of one. With shares of a majority of the round's sites by the plan the server takes away
    exactly the masks that are left, and has the sum. What arrives later keeps its own mask.
 
-What a site signs and encrypts names the run, the round and everybody's keys, so nothing fits into another round. The
+What a site signs and encrypts names the run, the round and everybody's keys, so nothing fits into another round. Masks
+of two sites cancel where both began with the same x: a server that gives one of them another, with which it learns
+nothing say, so that the sum were the other's alone, has noise. The
 hashes tell who is at fault: who gives a share that has not its hash changed it, and where shares that have theirs make
 no secret, it is whoever dealt them.
 
@@ -119,6 +121,11 @@ def derived(own: X25519PrivateKey, other: str, purpose: str, digest: bytes) -> b
     return HKDF(SHA256(), 32, salt=None, info=f"pf2lora {purpose}".encode() + digest).derive(secret)
 
 
+def mask_key(own: X25519PrivateKey, other: str, start: bytes, digest: bytes) -> bytes:
+    """The key of the mask that two sites share who both began the round with the x of the digest `start`."""
+    return derived(own, other, f"mask {start.hex()}", digest)
+
+
 def places(roster: Collection[str]) -> dict[str, int]:
     """Which share is whose, from 1."""
     return {site: at for at, site in enumerate(sorted(roster), 1)}
@@ -186,8 +193,9 @@ class SiteSum:
             site: self.sealed(site, keys_[at[site]], seeds[at[site]]) for site in roster if site != self.site
         }
 
-    def mask(self, numbers: Tensor, sealed: Mapping[str, bytes]) -> Tensor:
-        """Step 3: numbers of the ring with all masks on them. `sealed` are the others' shares for this site."""
+    def mask(self, numbers: Tensor, sealed: Mapping[str, bytes], start: bytes = b"") -> Tensor:
+        """Step 3: numbers of the ring with all masks on them. `sealed` are the others' shares for this site; `start` is
+        the digest of the x with which it began."""
         self.step(3)
         if not set(sealed) < set(self.roster) or self.site in sealed:
             raise Refused("shares came from who is not in the round")
@@ -198,7 +206,7 @@ class SiteSum:
             raise Refused("too many shares are not of this round, or were changed on their way")
         masked = numbers + ring.mask(self.seed, numbers.numel())
         for site in sealed:
-            key = derived(self.masking, self.roster[site].masking, "mask", self.digest)
+            key = mask_key(self.masking, self.roster[site].masking, start, self.digest)
             drawn = ring.mask(key, numbers.numel())
             masked += drawn if self.site < site else -drawn
         return masked

@@ -15,8 +15,8 @@ from pf2lora.federation.protocol.secure_sum import (
     Keys,
     Refused,
     committed,
-    derived,
     hashed,
+    mask_key,
     places,
     roster_digest,
 )
@@ -43,6 +43,7 @@ class ServerSum:
     answered: list[str] = field(default_factory=list)
     unopened: dict[str, Collection[str]] = field(default_factory=dict)  # by who could not open them
     unmasked: dict[str, dict[str, tuple[str, bytes]]] = field(default_factory=dict)  # by who told
+    start: bytes = b""  # the digest of the x that sites were served
 
     def __post_init__(self) -> None:
         self.total = torch.zeros(self.count, dtype=torch.int64)
@@ -112,7 +113,8 @@ class ServerSum:
                 continue
             key = X25519PrivateKey.from_private_bytes(secret)
             for other in self.answered:  # whose masks with this site nothing cancels
-                drawn = ring.mask(derived(key, self.roster[other].masking, "mask", digest), self.count)
+                mask = mask_key(key, self.roster[other].masking, self.start, digest)
+                drawn = ring.mask(mask, self.count)
                 total = total - (drawn if other < site else -drawn)
         return total
 

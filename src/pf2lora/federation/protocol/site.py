@@ -65,17 +65,27 @@ class SiteSession:
             )
         change_of = request.fields.get("change_of")
         if request.tensors:
+            if number == 1:
+                raise Malformed("the server sends an x for round 1, which begins where the plan says")
             arrives = self.setup.method.arrives(number - 1)
             self.wire.check_answer(arrives, request.tensors, change=change_of is not None)
         try:
+            # Before a state is set aside or taken back: behind a sum, its parts would be there to be summed again.
+            self.setup.ledger.check_unsummed(number)
+            if kind == "train":
+                self.setup.ledger.begin_training(number)
             state, saved = self.received(
                 number, request.tensors, request.fields.get("take_back"), change_of=change_of
             )
+        except AlreadySummed as error:
+            return self.masks_problem(number, error)
         except NotHeld:
             logger.warning("%r sits round %d out: it gets all of x next", self.setup.client, number)
             return encode({"kind": "problem", "round": number, "code": "base"})
         if kind == "train":
             return self.train(number, state, saved, request.fields)
+        if kind == "finish":
+            self.setup.ledger.finish(number - 1)
         look = self.models.deploy if kind == "finish" else self.models.served
         found = look(state, saved, number - 1)
         if self.privacy:
@@ -108,9 +118,15 @@ class SiteSession:
         self.served, saved = None, self.latest
         if saved is None or saved.round >= number:
             saved = self.folder.newest_before(number, self.setup.initial, self.steps)
+        if saved.round == 0:  # its state was cleaned up: batches whose sum is known are not drawn again
+            saved = saved._replace(steps=self.setup.ledger.summed * self.steps)
         if saved.round == take_back:
             saved = self.latest = self.folder.take_back(saved, self.setup.initial)
         if not tensors:  # before the first average, or a method that sends nothing
+            if (
+                self.setup.masks is not None
+            ):  # nobody else's x is another: masks cancel for all who were served none
+                return saved.state._replace(x=self.setup.initial.x), saved
             return saved.state, saved
         method, held = self.setup.method, saved.wire.served
         if change_of is None:
@@ -206,7 +222,7 @@ class SiteSession:
             numbers = (
                 numbers.cpu().double() + self.privacy.noise * self.privacy.clip * math.sqrt(share) * drawn
             )
-        return masks.mask(numbers, fields)
+        return masks.mask(numbers, fields, self.served)
 
     def masks_answer(self, request: Message) -> bytes:
         """The reply to a request for keys or shares."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,27 +11,29 @@ from typing import Any
 
 from torch import Tensor
 
-from pf2lora import atomic
 from pf2lora.core.method import Method
 from pf2lora.errors import UserError
 from pf2lora.federation.protocol import approvals, ring
-from pf2lora.federation.protocol.checkpoints import StateFolderError, writing
 from pf2lora.federation.protocol.identity import KitIdentity
+from pf2lora.federation.protocol.ledger import Ledger
 from pf2lora.federation.protocol.messages import Message, encode
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import Policy
 from pf2lora.federation.protocol.removals import removed
-from pf2lora.federation.protocol.secure_sum import AlreadySummed, Keys, LostKeys, SiteSum
+from pf2lora.federation.protocol.secure_sum import Keys, LostKeys, SiteSum
 from pf2lora.federation.protocol.shamir import majority
-from pf2lora.parsing import read_text
 from pf2lora.run.privacy import sends_the_adapter_alone
-
-SUMMED = "summed-round"
 
 
 def context(plan: Plan, number: int) -> bytes:
     """What makes keys and shares those of this run and round."""
     return f"{approvals.digest(json.loads(plan.to_json()))} round {number} ".encode()
+
+
+def start_digest(served: Tensor | None) -> bytes:
+    """By which two sites have the same masks: of the x `(n,)` that they were served, or nothing, where all begin as the
+    plan says."""
+    return b"" if served is None else hashlib.sha256(served.float().contiguous().numpy().data).digest()
 
 
 def check_maskable(method: Method) -> None:
@@ -44,41 +46,28 @@ def check_maskable(method: Method) -> None:
 
 class SiteMasks:
     """The masks of a site, round by round. Keys live in memory alone: a site that is started again has lost them, and
-    takes part in the next round. Which round was unmasked last is in the state `folder`: none is twice. Whom the site
-    has removed is in its `kit`, and looked up in each round."""
+    takes part in the next round. Which round was unmasked last is in the `ledger`: none is twice. Whom the site has
+    removed is in its `kit`, and looked up in each round."""
 
-    def __init__(self, plan: Plan, site: str, kit: Path, fewest: int, folder: Path) -> None:
+    def __init__(self, plan: Plan, site: str, kit: Path, fewest: int, ledger: Ledger) -> None:
         self.plan, self.site, self.kit, self.fewest = plan, site, kit, fewest
-        self.identity = KitIdentity.of(kit / "startup")
-        self.file = folder / SUMMED
+        self.identity, self.ledger = KitIdentity.of(kit / "startup"), ledger
         self.now: SiteSum | None = None
         self.number = 0  # the round that this is of
 
     @classmethod
-    def of(cls, plan: Plan, kit: Path, site: str, policy: Policy, folder: Path) -> SiteMasks | None:
+    def of(cls, plan: Plan, kit: Path, site: str, policy: Policy, ledger: Ledger) -> SiteMasks | None:
         """Of a site with this kit; None where the run has no masks."""
         if not plan.masked:
             return None
-        return cls(plan, site, kit, policy.min_sites, folder)
-
-    def summed(self) -> int:
-        """The last round of which this site gave shares away, from its disk."""
-        if not self.file.exists():
-            return 0
-        text = read_text(self.file).strip()
-        if not re.fullmatch(r"[0-9]{1,15}", text):
-            raise StateFolderError(f"{self.file} is damaged: it holds no number of a round", "state")
-        return int(text)
+        return cls(plan, site, kit, policy.min_sites, ledger)
 
     def answer(self, request: Message) -> bytes:
         """The reply to a request of one of the masks' own kinds."""
         number, kind = request.round, request.kind
         answer: dict[str, Any] = {"kind": kind, "round": number}
         if kind == "keys":
-            if number <= self.summed():
-                raise AlreadySummed(
-                    f"round {number} was summed already; a second sum would tell its parts apart"
-                )
+            self.ledger.check_unsummed(number)
             among, gone = self.plan.chosen(number), removed(self.kit)
             new = SiteSum(self.site, context(self.plan, number), self.identity, among, self.fewest, gone)
             self.now, self.number = new, number
@@ -88,8 +77,7 @@ class SiteMasks:
             roster = {site: Keys(**keys) for site, keys in request.fields["roster"].items()}
             return encode(answer | {"shares": {s: data.hex() for s, data in own.shares(roster).items()}})
         told = own.unmask(request.fields["answered"])
-        with writing(self.file.parent):  # before anything leaves
-            atomic.write_text(self.file, f"{number}\n")
+        self.ledger.give_shares(number)  # before anything leaves
         return encode(answer | {"unmask": {s: [what, share.hex()] for s, (what, share) in told.items()}})
 
     def of_round(self, number: int) -> SiteSum:
@@ -98,11 +86,11 @@ class SiteMasks:
             raise LostKeys(f"the keys of round {number} are not here: the site was started again since")
         return self.now
 
-    def mask(self, numbers: Tensor, request: Mapping[str, Any]) -> Tensor:
-        """An update `(n,)` in the ring, with all masks on it."""
+    def mask(self, numbers: Tensor, request: Mapping[str, Any], served: Tensor | None) -> Tensor:
+        """An update `(n,)` in the ring, with all masks on it; it began from what was `served`."""
         own = self.of_round(request["round"])
         sealed = {site: bytes.fromhex(data) for site, data in request.get("shares", {}).items()}
-        return own.mask(ring.to_ring(numbers, len(own.roster)), sealed)
+        return own.mask(ring.to_ring(numbers, len(own.roster)), sealed, start_digest(served))
 
     def unopened(self, number: int) -> list[str]:
         """Whose shares of the round this site could not open."""

@@ -12,17 +12,15 @@ from typing import Any
 import torch
 
 import pf2lora
-from pf2lora import atomic
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Method, State, moved
 from pf2lora.data.client import Client, check_name
 from pf2lora.data.loading import load_clients
-from pf2lora.errors import CannotWrite, UserError, unknown
+from pf2lora.errors import UserError, unknown
 from pf2lora.federation import require_nvflare
-from pf2lora.federation.protocol import approvals, messages
-from pf2lora.federation.protocol.agreement import keep_plan
+from pf2lora.federation.protocol import approvals, ledger, messages
 from pf2lora.federation.protocol.batch_secret import private_seed
-from pf2lora.federation.protocol.checkpoints import StateFolderError, has_state, writing
+from pf2lora.federation.protocol.ledger import Ledger
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, PolicyBroken, check_plan, read_policy
 from pf2lora.federation.protocol.site_masks import SiteMasks, check_maskable
@@ -35,7 +33,6 @@ from pf2lora.settings import checked, column_settings, setting, types_of
 from pf2lora.tasks import TASKS
 
 SITE_FILE = "site.toml"
-PLAN_FILE = "plan.json"  # in the state folder of a run
 MOST_PROCESSES = 64  # of one machine: more are a slip of the pen
 PARTS = ("clients", "test", "validation")  # the settings that name a site's files
 FILES = (
@@ -55,6 +52,7 @@ class SiteSetup:
     facts: dict[str, Any]  # what the server checks before round 1
     plan: Plan
     site: str  # its own name in the plan
+    ledger: Ledger  # what it has done for the run
     policy: Policy = field(default_factory=Policy)  # the site's own limits
     masks: SiteMasks | None = None  # in a masked run
 
@@ -179,7 +177,7 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     from pf2lora.adapters.base_model import fresh_parameters
 
     config, own = site_config(plan, file)
-    policy = admitted(plan, file, own)
+    policy, entry = admitted(plan, file, site, own)
     client, labels = load_client(config, plan, own.name or site)
     if len(client.train) < policy.min_rows:
         raise PolicyBroken(plan, "min_rows", policy.min_rows)
@@ -207,34 +205,19 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     }
     if plan.masked:
         check_maskable(trial.method)
-    masks = SiteMasks.of(plan, file.parent.parent, site, policy, state_folder(plan, file))
-    return SiteSetup(trial, moved(trial.state, workload.device), facts, plan, site, policy, masks)
+    masks = SiteMasks.of(plan, file.parent.parent, site, policy, entry)
+    return SiteSetup(trial, moved(trial.state, workload.device), facts, plan, site, entry, policy, masks)
 
 
-def admitted(plan: Plan, file: Path, own: SiteFile) -> Policy:
-    """The site's policy, which allows the plan; else `PolicyBroken`."""
-    policy = read_policy(file.parent / POLICY_FILE)
-    others = [run for run in (file.parent / own.state).glob("*") if run.name != plan.name and has_state(run)]
-    check_plan(policy, plan, len(others))
+def admitted(plan: Plan, file: Path, site: str, own: SiteFile) -> tuple[Policy, Ledger]:
+    """The site's policy, which allows the plan, and the run's ledger, which has it now; else `PolicyBroken`."""
+    policy, state = read_policy(file.parent / POLICY_FILE), file.parent / own.state
+    check_plan(policy, plan, sum(run != plan.name for run in ledger.runs(state)))
     if policy.approve and not approvals.is_approved(file.parent, plan):
         raise PolicyBroken(plan, "approve")
-    keep_same_plan(plan, file.parent / own.state / plan.name)
-    return policy
-
-
-def keep_same_plan(plan: Plan, folder: Path) -> None:
-    """Keep the plan beside the run's state. A run in which the site has done a round goes on with the same plan, or for
-    longer: another plan under its name would begin anew what the site counts by names, the rounds, runs and ε."""
-    with writing(folder):
-        atomic.make_folder(folder, 0o700)
-        if not has_state(folder):
-            (folder / PLAN_FILE).unlink(missing_ok=True)
-        try:
-            keep_plan(plan, folder / PLAN_FILE)
-        except CannotWrite:
-            raise
-        except UserError as error:
-            raise StateFolderError(str(error), "plan") from None
+    found = Ledger(state, plan, site, policy.max_repeats)
+    found.take()
+    return policy, found
 
 
 def model_settings(config: dict[str, Any]) -> dict[str, Any]:
