@@ -21,9 +21,9 @@ def table() -> str:
     """The distances as deployed, how they were made, and whose are missing."""
     runs = records.read([ROOT / RUNS])
     deployed = summary.summarize(runs)["deploy"]
-    (conditions,) = {line.partition(": ")[2] for line in show.notes({}, runs)[1:]}
+    conditions = "; ".join(dict.fromkeys(line.partition(": ")[2] for line in show.made_with(runs)))
     missing = [name for name in METHODS.own if name not in deployed.regret]
-    parts = [show.distances(deployed), f"From `{RUNS}`: {conditions}."]
+    parts = [show.distances(deployed), f"From `{RUNS}`: {conditions}.", *show.at_an_end(runs)]
     if missing:
         parts.append(f"Not run yet: {', '.join(f'`{name}`' for name in missing)}.")
     return "\n\n".join(parts)

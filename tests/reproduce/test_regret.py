@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,15 @@ from pf2lora.reproduce.regret.runs import TUNING_SEED, Plan, best, expected_seco
 from pf2lora.reproduce.regret.show import draw, markdown
 from pf2lora.reproduce.regret.summary import summarize
 from pf2lora.reproduce.regret.tasks import COMMON, TASKS
-from pf2lora.reproduce.regret.variants import variants
+from pf2lora.reproduce.regret.variants import (
+    FIRST,
+    MOST_OUTWARD,
+    MOST_TRIES,
+    Variant,
+    check_tries,
+    variants,
+)
+from pf2lora.run.config import Config, from_settings
 
 # --- the arithmetic ----------------------------------------------------------------------------------------
 
@@ -103,22 +113,124 @@ def test_the_table_marks_a_regret_over_fewer_tasks() -> None:
 # --- tuning ------------------------------------------------------------------------------------------------
 
 
-def test_every_variant_gets_the_same_tries_and_the_lowest_loss_wins(tmp_path: Path) -> None:
-    plan = Plan("model", "", tmp_path, tmp_path, tries=3)
+def tuned(variant: Variant, losses: Sequence[float | None], **changes: Any) -> list[Try]:
+    """The tries of a variant whose runs, one after the other, have these losses; all of them are asked for."""
+    plan = Plan("model", "", Path("data"), Path("work"), **changes)
+    config, seen = plan.config(TASKS["vader"], variant), list[Config]()
+
+    def loss(tried: Config) -> float | None:
+        seen.append(tried)
+        return losses[len(seen) - 1]
+
+    tries = tune(variant, config, plan, loss)
+    assert [c.training.lr for c in seen] == [t.rates["lr"] for t in tries] and len(seen) == len(losses)
+    assert all((c.training.seed, c.training.seeds) == (TUNING_SEED, 1) for c in seen)
+    assert [t.loss for t in tries] == list(losses)
+    return tries
+
+
+def lrs(tries: Sequence[Try]) -> list[float]:
+    return [t.rates["lr"] for t in tries]
+
+
+def test_every_variant_gets_the_same_tries_and_the_lowest_loss_wins() -> None:
     for variant in variants().values():
-        if not variant.method:
-            continue
-        config, seen = plan.config(TASKS["vader"], variant), []
+        if variant.method and variant.tuned:
+            tries = tuned(variant, [0.4, 0.5, None])
+            assert lrs(tries) == pytest.approx([1e-3, 1e-3 / 3, 3e-3])
+            assert best(tries) == tries[0].rates
 
-        def loss(tried: Any) -> float | None:
-            seen.append(tried)  # noqa: B023
-            return {1: 0.5, 2: None, 3: 0.4}[len(seen)]  # noqa: B023
 
-        tries = tune(variant, config, 3, loss)
-        assert [t.rates["lr"] for t in tries] == pytest.approx([1e-3, 1e-3 / 3, 3e-3])
-        assert [c.training.lr for c in seen] == [t.rates["lr"] for t in tries]
-        assert all((c.training.seed, c.training.seeds) == (TUNING_SEED, 1) for c in seen)
-        assert best(tries) == tries[2].rates
+@pytest.mark.parametrize(
+    ("losses", "further", "chosen"),
+    [
+        ([0.5, 0.6, 0.4, 0.45], [1e-2], 3e-3),  # it was no end
+        ([0.5, 0.6, 0.4, 0.3, 0.2], [1e-2, 3e-2], 3e-2),  # still one, but two further tries are all
+        ([0.5, 0.6, 0.4, None], [1e-2], 3e-3),
+        ([0.5, 0.4, 0.6, 0.3, 0.35], [1e-4, 1e-3 / 30], 1e-4),
+        ([None, None, None], [], 1e-3),
+    ],
+)
+def test_tries_go_on_outward_while_the_best_is_at_an_end(
+    losses: list[float | None], further: list[float], chosen: float
+) -> None:
+    tries = tuned(variants()["local"], losses)
+    assert lrs(tries)[3:] == pytest.approx(further) and [t.outward for t in tries] == [False] * 3 + [
+        True
+    ] * len(further)
+    assert best(tries)["lr"] == pytest.approx(chosen)
+    assert lrs(tuned(variants()["local"], losses[:3], outward=0)) == lrs(tries)[:3]
+
+
+def test_there_is_a_factor_for_every_try() -> None:
+    falling = [1.0 - i / 10 for i in range(MOST_TRIES + MOST_OUTWARD)]
+    falling[3] = 2.0  # of the smallest
+    tries = tuned(variants()["local"], falling, tries=MOST_TRIES, outward=MOST_OUTWARD)
+    assert lrs(tries)[-2:] == pytest.approx([3e-2, 1e-1])
+    for wrong in ((0, 0), (MOST_TRIES + 1, 0), (3, -1), (3, MOST_OUTWARD + 1)):
+        with pytest.raises(UserError, match="it must lie between"):
+            check_tries(*wrong)
+
+
+def test_what_is_never_tuned_is_what_train_does_with_nothing_set(tmp_path: Path) -> None:
+    """No rate, rank or choice of its own, and none of the benchmark's: a task says how long and how much."""
+    variant = variants()["pf2lora-default"]
+    assert tuned(variant, []) == [] and variant in FIRST
+    for task in TASKS.values():
+        config = Plan("model", "generator", tmp_path, tmp_path).config(task, variant)
+        plain = from_settings({"task": config.task.name})
+        assert (config.adapter, config.methods, config.training.method) == (
+            plain.adapter,
+            plain.methods,
+            ("pf2lora",),
+        )
+        assert config.data.validation_ratio == plain.data.validation_ratio > 0
+        length = ("rounds", "steps", "batch_size", "seeds", "evaluate_every")
+        of_task = {name: getattr(plain.training, name) for name in length}
+        assert replace(config.training, **of_task) == plain.training
+        assert config.training.client_lr == "auto"
+
+
+def test_where_a_choice_lies_at_an_end_the_table_says_so(tmp_path: Path) -> None:
+    def run(variant: str, lr: float, tries: Sequence[float] = (1e-3, 3e-4, 3e-3)) -> records.Run:
+        tried = [Try({"lr": rate}, 0.5) for rate in tries]
+        return made_up("vader", variant, [0.5], tries=tried, rates={"lr": lr})
+
+    made = together(
+        *(run("homlora", 3e-3), run("local", 1e-3), run("hetlora", 3e-4)),
+        run("pf2lora-default", 1e-3, ()),
+    )
+    assert [r.end for r in made.values()] == ["↑", "", "↓", ""]
+    assert run("local", 1e-3, [1e-3]).end == ""  # one try has no end
+    text = markdown(summarize(made), made)
+    rows = {
+        line.split("|")[1].strip(): line.split("|")[2].strip() for line in text.splitlines() if "|" in line
+    }
+    assert rows["HOMLoRA"].endswith("↑") and rows["HETLoRA"].endswith("↓")
+    assert not rows["Local"].endswith(("↑", "↓")) and not rows["PF2LoRA, nothing set"].endswith(("↑", "↓"))
+    assert "2 of 3 tuned runs (1 ↑, 1 ↓)" in text and "never tuned" in text
+    assert [file.suffix for file in draw(summarize(made), tmp_path)] == [".svg", ".png"]
+    of_one = together(run("local", 1e-3))
+    assert "↑" not in markdown(summarize(of_one), of_one)
+
+
+def test_rates_are_tuned_on_validation_rows(tmp_path: Path, one_thread: None) -> None:
+    """With every label of the test rows turned round the tries and the choice are the same, and the scores are not."""
+    made = []
+    for name in ("as it is", "spoilt"):
+        root = make_benchmark(tmp_path / name)
+        dev = root / "data" / "glue_sst2" / "dev.tsv"
+        if name == "spoilt":
+            lines = dev.read_text(encoding="utf8").translate(str.maketrans("01", "10"))
+            dev.write_text(lines, encoding="utf8")
+        over = {"device": "cpu", "rounds": 4, "steps": 4, "heterogeneity": 0.0}
+        plan = Plan(str(root / "model"), "", root / "data", tmp_path / "work", seeds=1, tries=2, over=over)
+        pair = TASKS["sst2-h0.9"], variants()["homlora"]
+        made.append(runs.execute(plan, *pair, runs.Current(plan).workload(*pair)))
+    plain, spoilt = made
+    assert plain.tries == spoilt.tries and plain.rates == spoilt.rates
+    assert len({t.loss for t in plain.tries}) == len(plain.tries) > 1
+    assert plain.scores[0].points["served"]["loss"] != spoilt.scores[0].points["served"]["loss"]
 
 
 def test_a_methods_own_rates_are_tuned_beside_lr(tmp_path: Path) -> None:
@@ -129,7 +241,8 @@ def test_a_methods_own_rates_are_tuned_beside_lr(tmp_path: Path) -> None:
 
 def test_one_try_is_the_default_without_a_run(tmp_path: Path) -> None:
     config = Plan("model", "", tmp_path, tmp_path).config(TASKS["vader"], variants()["local"])
-    assert tune(variants()["local"], config, 1, lambda tried: pytest.fail("a run")) == [
+    plan = Plan("model", "", tmp_path, tmp_path, tries=1)
+    assert tune(variants()["local"], config, plan, lambda tried: pytest.fail("a run")) == [
         Try({"lr": 1e-3}, None)
     ]
 
@@ -161,9 +274,28 @@ def test_parts_are_merged_and_conflicts_refused(tmp_path: Path) -> None:
     d = records.write([made_up("vader", "hetlora", [0.5], [0.5])], tmp_path / "d")
     with pytest.raises(UserError, match=r"'local' was run with seeds \[0\], 'hetlora' with \[0, 1\]"):
         records.read([a, d])
+    wider = {"tries": [Try({"lr": 1e-3}, 0.5), Try({"lr": 3e-3}, 0.4), Try({"lr": 0.01}, 0.3, True)]}
+    e = records.write([made_up("vader", "local", [0.5], outward=2, **wider)], tmp_path / "e")
+    fewer = {"tries": wider["tries"][:2]}
+    f = records.write([made_up("vader", "homlora", [0.5], **fewer)], tmp_path / "f")
+    untuned = made_up("vader", "pf2lora-default", [0.5], tries=[])
+    g = records.write([untuned], tmp_path / "g")
+    for files in ([g, e, f], [f, g, e]):  # who tried two, then more outward, and who is never tuned
+        assert len(records.read(files)) == 3
+    with pytest.raises(UserError, match="'local' was run with tries 2, 'homlora' with 1"):
+        records.read([g, e, records.write([two], tmp_path / "h")])
     d.write_text("{broken\n", encoding="utf8")
     with pytest.raises(UserError, match="line 1: broken JSON"):
         records.read([d])
+
+
+def test_rows_of_before_tries_went_outward_are_read(tmp_path: Path) -> None:
+    """A stored row has neither: it is written as it was then."""
+    row = asdict(made_up("vader", "local", [0.5]))
+    del row["outward"], row["tries"][0]["outward"]
+    file = tmp_path / "old.jsonl"
+    file.write_text(json.dumps(row) + "\n", encoding="utf8")
+    assert records.read([file]) == together(made_up("vader", "local", [0.5]))
 
 
 # --- the whole ---------------------------------------------------------------------------------------------
@@ -181,7 +313,19 @@ def test_a_small_benchmark_is_run_stopped_resumed_and_read(
 
     out = tmp_path / "out"
     same = ["--model", root / "model", "--data-dir", root / "data", "--device", "cpu", "--out", out]
-    same += ["--rounds", 2, "--seeds", 2, "--tries", 2, "--tasks", "sst2-h0.9", "sst2-flipped"]
+    same += [
+        "--rounds",
+        2,
+        "--seeds",
+        2,
+        "--tries",
+        2,
+        "--outward",
+        0,
+        "--tasks",
+        "sst2-h0.9",
+        "sst2-flipped",
+    ]
 
     execute, begun = runs.execute, []
 
@@ -192,7 +336,7 @@ def test_a_small_benchmark_is_run_stopped_resumed_and_read(
         return execute(plan, task, variant, workload)
 
     monkeypatch.setattr(runs, "execute", interrupted)
-    everything = [*same, "--variants", "pf2lora", "homlora", "local"]
+    everything = [*same, "--variants", "pf2lora", "pf2lora-default", "local"]
     code, printed, _ = command(*everything)
     assert code == 130 and "the same command goes on" in printed
     assert len((out / "regret.jsonl").read_text().splitlines()) == 1
@@ -204,8 +348,11 @@ def test_a_small_benchmark_is_run_stopped_resumed_and_read(
     assert len(lines) == 6
     for line in lines:
         assert line["seeds"] == [0, 1] == [score["seed"] for score in line["scores"]]
-        assert len(line["tries"]) == 2 and line["rates"] in [t["rates"] for t in line["tries"]]
-        assert all(t["loss"] is not None for t in line["tries"])
+        if line["variant"] == "pf2lora-default":
+            assert line["tries"] == [] and line["rates"] == {"lr": 1e-3}
+        else:
+            assert len(line["tries"]) == 2 and line["rates"] in [t["rates"] for t in line["tries"]]
+            assert all(t["loss"] is not None for t in line["tries"])
         assert (
             len(line["scores"][0]["points"]["served"]["accuracy"]["per_client"]) == len(line["clients"]) == 8
         )
@@ -214,8 +361,9 @@ def test_a_small_benchmark_is_run_stopped_resumed_and_read(
     assert "SST-2, flipped labels" in table and "| Local |" in table and table in printed
     assert (out / "regret.svg").stat().st_size > 1000 and (out / "regret.png").is_file()
 
-    code, _, error = command(*everything, "--rounds", 3)
-    assert code == 2 and "was run with other settings" in error
+    for other in (("--rounds", 3), ("--outward", 1)):
+        code, _, error = command(*everything, *other)
+        assert code == 2 and "was run with other settings" in error
     merged = tmp_path / "merged"
     code, printed, _ = command("--read", out / "regret.jsonl", out / "regret.jsonl", "--out", merged)
     assert code == 0 and (merged / "regret.md").read_text(encoding="utf8") == table
