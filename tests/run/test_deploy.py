@@ -13,6 +13,7 @@ from little_world import LEARNING, World, make_world, opened, sentences, write_j
 from torch import Tensor
 
 import pf2lora
+from pf2lora.core.method import State
 from pf2lora.engines.share import Share
 from pf2lora.run import deploy
 from pf2lora.run.comparison import prepare
@@ -166,6 +167,30 @@ def test_personal_steps_are_tried_round_by_round_and_the_best_is_kept(
         assert asked[-1] == (4, rounds) and tried.common[:, 0].tolist() == [1.0, 1.0]
     assert seen(found) == [(PERSONAL, 4), (PERSONAL, 4)]
     assert [c.last_round[PERSONAL] for c in found.choices()] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("resizes", [True, False])
+def test_personal_steps_begin_with_the_adapter_that_is_served(
+    deployment: Any, monkeypatch: pytest.MonkeyPatch, resizes: bool
+) -> None:
+    """x as the average left it, and, of a method that finds sizes, y in the size that is served; where the served
+    models are adapted for use alone, as Per-FedAvg's are, they are no state to go on from."""
+    found = deployment(2)
+    found.trial.method.resizes = resizes
+    found.trial.workload.config.training.personal_steps, found.trial.workload.config.training.steps = 1, 1
+    begun: list[State] = []
+
+    def alone(trial: Any, state: State, number: int, rounds: int) -> Any:
+        begun.append(state)
+        yield models([1.0] * 2, [1.0] * 2)
+
+    monkeypatch.setattr(deploy, "alone", alone)
+    served, after_average = models([2.0] * 2, [2.0] * 2), State(torch.zeros(2, 2), torch.ones(2, 2), ())
+    found.look(after(4), {SERVED: served}, None)
+    done: Any = SimpleNamespace(number=4, served=after_average)
+    found.try_personal_steps(done, served)
+    ((x, y, _),) = begun
+    assert x is after_average.x and y is (served.personal if resizes else after_average.y)
 
 
 # ---- in a run ----
