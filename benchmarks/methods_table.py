@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pages import ROOT, filled, marks
+
 from pf2lora.atomic import write_text
 from pf2lora.methods import METHODS
 from pf2lora.reproduce.regret import records, show, summary
 
-ROOT = Path(__file__).parents[1]
 RUNS = Path("benchmarks/results/regret/minilm_h200.jsonl")
 PAGE = ROOT / "docs" / "methods.md"
-BEGIN, END = (f"<!-- made by benchmarks/methods_table.py: {which} -->" for which in ("begin", "end"))
+MADE_BY = "benchmarks/methods_table.py"
+BEGIN, _ = marks(MADE_BY)
 
 
 def table() -> str:
@@ -29,11 +31,10 @@ def table() -> str:
     return "\n\n".join(parts)
 
 
-def filled(page: str) -> str:
+def page_with_table(page: str) -> str:
     """The page with the table in its place."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+    return filled(page, MADE_BY, table())
 
 
 if __name__ == "__main__":
-    write_text(PAGE, filled(PAGE.read_text(encoding="utf8")))
+    write_text(PAGE, page_with_table(PAGE.read_text(encoding="utf8")))

@@ -274,10 +274,9 @@ def test_parts_are_merged_and_conflicts_refused(tmp_path: Path) -> None:
     d = records.write([made_up("vader", "hetlora", [0.5], [0.5])], tmp_path / "d")
     with pytest.raises(UserError, match=r"'local' was run with seeds \[0\], 'hetlora' with \[0, 1\]"):
         records.read([a, d])
-    wider = {"tries": [Try({"lr": 1e-3}, 0.5), Try({"lr": 3e-3}, 0.4), Try({"lr": 0.01}, 0.3, True)]}
-    e = records.write([made_up("vader", "local", [0.5], outward=2, **wider)], tmp_path / "e")
-    fewer = {"tries": wider["tries"][:2]}
-    f = records.write([made_up("vader", "homlora", [0.5], **fewer)], tmp_path / "f")
+    wider = [Try({"lr": 1e-3}, 0.5), Try({"lr": 3e-3}, 0.4), Try({"lr": 0.01}, 0.3, True)]
+    e = records.write([made_up("vader", "local", [0.5], outward=2, tries=wider)], tmp_path / "e")
+    f = records.write([made_up("vader", "homlora", [0.5], tries=wider[:2])], tmp_path / "f")
     untuned = made_up("vader", "pf2lora-default", [0.5], tries=[])
     g = records.write([untuned], tmp_path / "g")
     for files in ([g, e, f], [f, g, e]):  # who tried two, then more outward, and who is never tuned
