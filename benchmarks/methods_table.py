@@ -7,33 +7,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pages import ROOT, filled, marks
+
 from pf2lora.atomic import write_text
 from pf2lora.methods import METHODS
 from pf2lora.reproduce.regret import records, show, summary
 
-ROOT = Path(__file__).parents[1]
 RUNS = Path("benchmarks/results/regret/minilm_h200.jsonl")
 PAGE = ROOT / "docs" / "methods.md"
-BEGIN, END = (f"<!-- made by benchmarks/methods_table.py: {which} -->" for which in ("begin", "end"))
+MADE_BY = "benchmarks/methods_table.py"
+BEGIN, _ = marks(MADE_BY)
 
 
 def table() -> str:
     """The distances as deployed, how they were made, and whose are missing."""
     runs = records.read([ROOT / RUNS])
     deployed = summary.summarize(runs)["deploy"]
-    (conditions,) = {line.partition(": ")[2] for line in show.notes({}, runs)[1:]}
+    conditions = "; ".join(dict.fromkeys(line.partition(": ")[2] for line in show.made_with(runs)))
     missing = [name for name in METHODS.own if name not in deployed.regret]
-    parts = [show.distances(deployed), f"From `{RUNS}`: {conditions}."]
+    parts = [show.distances(deployed), f"From `{RUNS}`: {conditions}.", *show.at_an_end(runs)]
     if missing:
         parts.append(f"Not run yet: {', '.join(f'`{name}`' for name in missing)}.")
     return "\n\n".join(parts)
 
 
-def filled(page: str) -> str:
+def page_with_table(page: str) -> str:
     """The page with the table in its place."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+    return filled(page, MADE_BY, table())
 
 
 if __name__ == "__main__":
-    write_text(PAGE, filled(PAGE.read_text(encoding="utf8")))
+    write_text(PAGE, page_with_table(PAGE.read_text(encoding="utf8")))

@@ -46,6 +46,15 @@ SETTINGS: dict[str, Any] = {
         "fedyogi": {"beta1": 0.9},
     },
 }
+AUTO = "all at once, auto"  # sizes and what is deployed are found on validation rows
+VALIDATED: dict[str, Any] = {
+    "rounds": 4,
+    "steps": 6,
+    "batch_size": 8,
+    "lr": 0.006,
+    "client_lr": "auto",
+    "validation_ratio": 0.2,
+}  # two clients deploy what they are served, the third its own steps
 OF_TASK: dict[str, dict[str, Any]] = {
     "classification": {"max_length": 16},
     "question-answering": {"max_length": 64, "stride": 8},
@@ -57,7 +66,7 @@ CASES = [
     for task in TASKS
     for way in WAYS
     if not (method == "centralized" and way == "federation")  # it pools everybody's data
-]
+] + [("pf2lora", "classification", AUTO)]
 
 
 def name_of(method: str, task: str, way: str) -> str:
@@ -87,12 +96,12 @@ def run(method: str, task: str, way: str, folder: Path) -> dict[str, Any]:
 
 def locally(method: str, task: str, model: Path, files: list[Path], folder: Path, way: str) -> dict[str, Any]:
     settings = SETTINGS | OF_TASK[task] | {"device": "cpu"}
-    settings |= {"clients_per_pass": 1} if way == "one a pass" else {}
+    settings |= {"one a pass": {"clients_per_pass": 1}, AUTO: VALIDATED}.get(way, {})
     federate(model=model, clients=files, task=task, method=method, out=folder / "run", **settings)
     (record,) = json.loads((folder / "run/result.json").read_text())["methods"][method]["runs"]
     scores = {
         f"{point} {metric}": values["per_client"]
-        for point in ("served", "before_averaging")
+        for point in ("served", "before_averaging", "deploy")
         for metric, values in (record[point] or {}).items()
     }
     states = sorted((folder / "run/state").rglob("*.safetensors"))

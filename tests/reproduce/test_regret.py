@@ -1,8 +1,9 @@
-"""The benchmark of regret: its arithmetic by hand, tuning that is fair, and runs that can be stopped and merged."""
+"""The benchmark of regret: its arithmetic by hand, and runs that can be stopped and merged."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pf2lora.engines.bad_clients import Diverged
 from pf2lora.errors import UserError
 from pf2lora.reproduce.regret import records, runs
 from pf2lora.reproduce.regret.records import Try
-from pf2lora.reproduce.regret.runs import TUNING_SEED, Plan, best, expected_seconds, tune
+from pf2lora.reproduce.regret.runs import Plan, expected_seconds
 from pf2lora.reproduce.regret.show import draw, markdown
 from pf2lora.reproduce.regret.summary import summarize
 from pf2lora.reproduce.regret.tasks import COMMON, TASKS
@@ -100,45 +101,6 @@ def test_the_table_marks_a_regret_over_fewer_tasks() -> None:
     assert "base model tiny" in text and "0.01 nats" in text
 
 
-# --- tuning ------------------------------------------------------------------------------------------------
-
-
-def test_every_variant_gets_the_same_tries_and_the_lowest_loss_wins(tmp_path: Path) -> None:
-    plan = Plan("model", "", tmp_path, tmp_path, tries=3)
-    for variant in variants().values():
-        if not variant.method:
-            continue
-        config, seen = plan.config(TASKS["vader"], variant), []
-
-        def loss(tried: Any) -> float | None:
-            seen.append(tried)  # noqa: B023
-            return {1: 0.5, 2: None, 3: 0.4}[len(seen)]  # noqa: B023
-
-        tries = tune(variant, config, 3, loss)
-        assert [t.rates["lr"] for t in tries] == pytest.approx([1e-3, 1e-3 / 3, 3e-3])
-        assert [c.training.lr for c in seen] == [t.rates["lr"] for t in tries]
-        assert all((c.training.seed, c.training.seeds) == (TUNING_SEED, 1) for c in seen)
-        assert best(tries) == tries[2].rates
-
-
-def test_a_methods_own_rates_are_tuned_beside_lr(tmp_path: Path) -> None:
-    config = Plan("model", "", tmp_path, tmp_path).config(TASKS["vader"], variants()["per-fedavg"])
-    changed = variants()["per-fedavg"].with_rates(config, {"lr": 0.1, "adaptation_lr": 0.2})
-    assert changed.training.lr == 0.1 and changed.methods == {"per-fedavg": {"adaptation_lr": 0.2}}
-
-
-def test_one_try_is_the_default_without_a_run(tmp_path: Path) -> None:
-    config = Plan("model", "", tmp_path, tmp_path).config(TASKS["vader"], variants()["local"])
-    assert tune(variants()["local"], config, 1, lambda tried: pytest.fail("a run")) == [
-        Try({"lr": 1e-3}, None)
-    ]
-
-
-def test_a_reported_seed_is_not_tuned_on(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="tuned on seed 1000"):
-        Plan("model", "", tmp_path, tmp_path, seed=999).check()
-
-
 def test_the_rest_of_the_time_is_judged_by_the_runs_so_far() -> None:
     made = together(
         made_up("vader", "local", [0.5], seconds=7.0), made_up("e2e", "local", [0.5], seconds=90.0)
@@ -161,9 +123,27 @@ def test_parts_are_merged_and_conflicts_refused(tmp_path: Path) -> None:
     d = records.write([made_up("vader", "hetlora", [0.5], [0.5])], tmp_path / "d")
     with pytest.raises(UserError, match=r"'local' was run with seeds \[0\], 'hetlora' with \[0, 1\]"):
         records.read([a, d])
+    wider = [Try({"lr": 1e-3}, 0.5), Try({"lr": 3e-3}, 0.4), Try({"lr": 0.01}, 0.3, True)]
+    e = records.write([made_up("vader", "local", [0.5], outward=2, tries=wider)], tmp_path / "e")
+    f = records.write([made_up("vader", "homlora", [0.5], tries=wider[:2])], tmp_path / "f")
+    untuned = made_up("vader", "pf2lora-default", [0.5], tries=[])
+    g = records.write([untuned], tmp_path / "g")
+    for files in ([g, e, f], [f, g, e]):  # who tried two, then more outward, and who is never tuned
+        assert len(records.read(files)) == 3
+    with pytest.raises(UserError, match="'local' was run with tries 2, 'homlora' with 1"):
+        records.read([g, e, records.write([two], tmp_path / "h")])
     d.write_text("{broken\n", encoding="utf8")
     with pytest.raises(UserError, match="line 1: broken JSON"):
         records.read([d])
+
+
+def test_rows_of_before_tries_went_outward_are_read(tmp_path: Path) -> None:
+    """A stored row has neither: it is written as it was then."""
+    row = asdict(made_up("vader", "local", [0.5]))
+    del row["outward"], row["tries"][0]["outward"]
+    file = tmp_path / "old.jsonl"
+    file.write_text(json.dumps(row) + "\n", encoding="utf8")
+    assert records.read([file]) == together(made_up("vader", "local", [0.5]))
 
 
 # --- the whole ---------------------------------------------------------------------------------------------
@@ -181,7 +161,19 @@ def test_a_small_benchmark_is_run_stopped_resumed_and_read(
 
     out = tmp_path / "out"
     same = ["--model", root / "model", "--data-dir", root / "data", "--device", "cpu", "--out", out]
-    same += ["--rounds", 2, "--seeds", 2, "--tries", 2, "--tasks", "sst2-h0.9", "sst2-flipped"]
+    same += [
+        "--rounds",
+        2,
+        "--seeds",
+        2,
+        "--tries",
+        2,
+        "--outward",
+        0,
+        "--tasks",
+        "sst2-h0.9",
+        "sst2-flipped",
+    ]
 
     execute, begun = runs.execute, []
 
@@ -192,7 +184,7 @@ def test_a_small_benchmark_is_run_stopped_resumed_and_read(
         return execute(plan, task, variant, workload)
 
     monkeypatch.setattr(runs, "execute", interrupted)
-    everything = [*same, "--variants", "pf2lora", "homlora", "local"]
+    everything = [*same, "--variants", "pf2lora", "pf2lora-default", "local"]
     code, printed, _ = command(*everything)
     assert code == 130 and "the same command goes on" in printed
     assert len((out / "regret.jsonl").read_text().splitlines()) == 1
@@ -204,8 +196,11 @@ def test_a_small_benchmark_is_run_stopped_resumed_and_read(
     assert len(lines) == 6
     for line in lines:
         assert line["seeds"] == [0, 1] == [score["seed"] for score in line["scores"]]
-        assert len(line["tries"]) == 2 and line["rates"] in [t["rates"] for t in line["tries"]]
-        assert all(t["loss"] is not None for t in line["tries"])
+        if line["variant"] == "pf2lora-default":
+            assert line["tries"] == [] and line["rates"] == {"lr": 1e-3}
+        else:
+            assert len(line["tries"]) == 2 and line["rates"] in [t["rates"] for t in line["tries"]]
+            assert all(t["loss"] is not None for t in line["tries"])
         assert (
             len(line["scores"][0]["points"]["served"]["accuracy"]["per_client"]) == len(line["clients"]) == 8
         )
@@ -214,8 +209,9 @@ def test_a_small_benchmark_is_run_stopped_resumed_and_read(
     assert "SST-2, flipped labels" in table and "| Local |" in table and table in printed
     assert (out / "regret.svg").stat().st_size > 1000 and (out / "regret.png").is_file()
 
-    code, _, error = command(*everything, "--rounds", 3)
-    assert code == 2 and "was run with other settings" in error
+    for other in (("--rounds", 3), ("--outward", 1)):
+        code, _, error = command(*everything, *other)
+        assert code == 2 and "was run with other settings" in error
     merged = tmp_path / "merged"
     code, printed, _ = command("--read", out / "regret.jsonl", out / "regret.jsonl", "--out", merged)
     assert code == 0 and (merged / "regret.md").read_text(encoding="utf8") == table

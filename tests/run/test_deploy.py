@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from little_world import LEARNING, World, make_world, opened
+from little_world import LEARNING, World, make_world, opened, sentences, write_jsonl
+from torch import Tensor
 
 import pf2lora
+from pf2lora.core.method import State
 from pf2lora.engines.share import Share
 from pf2lora.run import deploy
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_settings
-from pf2lora.run.deploy import BEFORE, PERSONAL, SERVED, Deployment
+from pf2lora.run.deploy import BEFORE, COMMON, PERSONAL, SERVED, Deployment
 from pf2lora.run.evaluation import Models
 from pf2lora.run.result import Choice, Result, load_result
 from pf2lora.run.saved import read_config
@@ -135,7 +137,7 @@ def test_the_common_adapter_is_that_of_the_round_with_the_least_mean_loss(deploy
     assert [(mean, vector.item()) for mean, vector in found.common] == [(2.0, 2.0), (1.0, 30.0)]
     judged = deployment(1)
     for number, alone in enumerate((4.0, 3.0, 5.0), 1):
-        offered = {SERVED: models([1.0 / number] * 2), deploy.COMMON: models([alone] * 2)}
+        offered = {SERVED: models([1.0 / number] * 2), COMMON: models([alone] * 2)}
         judged.look(after(number), offered, torch.tensor([[float(number)]]))
     assert judged.common[0][1].item() == 2.0
 
@@ -165,6 +167,30 @@ def test_personal_steps_are_tried_round_by_round_and_the_best_is_kept(
         assert asked[-1] == (4, rounds) and tried.common[:, 0].tolist() == [1.0, 1.0]
     assert seen(found) == [(PERSONAL, 4), (PERSONAL, 4)]
     assert [c.last_round[PERSONAL] for c in found.choices()] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("resizes", [True, False])
+def test_personal_steps_begin_with_the_adapter_that_is_served(
+    deployment: Any, monkeypatch: pytest.MonkeyPatch, resizes: bool
+) -> None:
+    """x as the average left it, and, of a method that finds sizes, y in the size that is served; where the served
+    models are adapted for use alone, as Per-FedAvg's are, they are no state to go on from."""
+    found = deployment(2)
+    found.trial.method.resizes = resizes
+    found.trial.workload.config.training.personal_steps, found.trial.workload.config.training.steps = 1, 1
+    begun: list[State] = []
+
+    def alone(trial: Any, state: State, number: int, rounds: int) -> Any:
+        begun.append(state)
+        yield models([1.0] * 2, [1.0] * 2)
+
+    monkeypatch.setattr(deploy, "alone", alone)
+    served, after_average = models([2.0] * 2, [2.0] * 2), State(torch.zeros(2, 2), torch.ones(2, 2), ())
+    found.look(after(4), {SERVED: served}, None)
+    done: Any = SimpleNamespace(number=4, served=after_average)
+    found.try_personal_steps(done, served)
+    ((x, y, _),) = begun
+    assert x is after_average.x and y is (served.personal if resizes else after_average.y)
 
 
 # ---- in a run ----
@@ -209,6 +235,39 @@ def test_a_run_with_the_last_round_kept_deploys_nothing_older(
     assert set(run.candidates) == {SERVED, BEFORE, PERSONAL}
     none = pf2lora.federate(**world.settings(**LEARNING | VALIDATED | {"rounds": 2}, personal_steps=0))
     assert PERSONAL not in none.methods["pf2lora"].runs[0].candidates
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_client_whose_own_adapter_harms_is_served_the_common_one_at_least(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a whole run, for each client and measured round: what is served is no worse on the client's validation rows
+    than the common adapter alone. Each client trains on one label and is judged by the other, so that its adapter does
+    harm, and so does its bias of the head, which no size takes back."""
+    parts: dict[str, list[str]] = {"clients": [], "validation": []}
+    for i, most in enumerate(("pos", "neg", "neg")):
+        rows = sentences(160, i)
+        own, other = ([row for row in rows if (row["label"] == most) == is_own] for is_own in (True, False))
+        for part, found in (("clients", own + other[:4]), ("validation", other[4:24])):
+            parts[part].append(str(write_jsonl(tmp_path / part / f"{i}.jsonl", found)))
+    seen: list[Tensor] = []
+    look = Deployment.look
+
+    def looked(self: Deployment, done: Any, *rest: Any) -> Any:
+        losses = look(self, done, *rest)
+        unsized = self.judge(done.served.x, done.served.y).nanmean(1)
+        seen.append(torch.stack([unsized, self.last[SERVED].mean_losses(), self.last[COMMON].mean_losses()]))
+        return losses
+
+    monkeypatch.setattr(Deployment, "look", looked)
+    settings = LEARNING | {"rounds": 6, "evaluate_every": 2, "client_lr": "auto", "personal_steps": 0} | parts
+    result = pf2lora.federate(**world.settings(**settings))
+    (run,) = result.methods["pf2lora"].runs
+    trained, served, common = torch.stack(seen, dim=1)
+    assert trained.shape == (3, 3) and (trained > common).any()  # y did harm
+    assert (served <= common).all()
+    recorded = [record.validation_loss for record in run.rounds if record.validation_loss is not None]
+    assert recorded == served.tolist()
 
 
 def test_deploy_is_measured_for_every_method_alike(world: World) -> None:

@@ -40,8 +40,14 @@ def regret(
     seed: Annotated[int, typer.Option("--seed", min=0, help="The first seed.")] = 0,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, from --seed on.")] = 3,
     tries: Annotated[
-        int, typer.Option("--tries", help="Rates that each variant tries (1: its defaults).")
+        int, typer.Option("--tries", help="Rates that each tuned variant tries (1: its defaults).")
     ] = 3,
+    outward: Annotated[
+        int,
+        typer.Option(
+            "--outward", help="Further rates at most, one by one, while the best tried is at an end."
+        ),
+    ] = 2,
     rounds: Annotated[
         int | None, typer.Option("--rounds", min=1, help="Rounds of every task (default: the task's).")
     ] = None,
@@ -90,12 +96,12 @@ def regret(
     from pf2lora.reproduce.regret.variants import check_tries, choose_variants
 
     quiet_libraries()
-    check_tries(tries)
+    check_tries(tries, outward)
     chosen, left_out = choose_tasks(tasks or [], data_dir, generation=bool(generation_model))
     over: dict[str, Any] = {"device": device, "precision": precision}
     if rounds is not None:
         over["rounds"] = rounds
-    plan = Plan(model, generation_model, data_dir, out / "data", seed, seeds, tries, over)
+    plan = Plan(model, generation_model, data_dir, out / "data", seed, seeds, tries, outward, over)
 
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False)

@@ -118,7 +118,9 @@ def show_regret(
         length = f"{config.training.rounds} × {config.training.steps}"
         cells = [str(len(own)), str(len(own) - len(left)), clients, length, str(plan.seeds)]
         table.add_row(name, *cells, f"about {in_words(seconds)}" if seconds else "–")
-    console.print(f"[bold]{len(todo)} runs[/bold], {plan.tries} rates tried for each, into {safe(str(out))}")
+    further = f", at most {plan.further} more outward" if plan.further else ""
+    tried = f"{plan.tries} rates tried for each{further}"
+    console.print(f"[bold]{len(todo)} runs[/bold], {tried}, into {safe(str(out))}")
     console.print(table)
     finish(total, missing)
 
@@ -138,11 +140,12 @@ def timed_task(plan: Plan, left: Sequence[tuple[BenchmarkTask, Variant]]) -> tup
     found = method_plan(workload, first)
     per_row = (found.training_seconds + found.evaluation_seconds) / sum(work_of_rounds(workload, first))
     seconds = 0.0
-    for config in (plan.config(*pair) for pair in left):
+    for pair in left:
+        config = plan.config(*pair)
         (name,) = config.training.method
         of_all = per_row * sum(work_of_rounds(replace(workload, config=config), name))
-        tried = of_all / plan.seeds / TUNING_SHARE * plan.tries if plan.tries > 1 else 0.0
-        seconds += of_all + tried
+        tries = plan.tries + plan.further if pair[1].tuned and plan.tries > 1 else 0
+        seconds += of_all * (1 + tries / plan.seeds / TUNING_SHARE)
     return str(len(workload.clients)), seconds
 
 

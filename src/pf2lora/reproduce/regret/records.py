@@ -21,10 +21,12 @@ PLACES = {"model": ("device",), "data": ("data_dir", "clients", "test", "validat
 
 @dataclass(frozen=True)
 class Try:
-    """Rates with the mean validation loss of what the clients deploy; None where the run diverged."""
+    """Rates with the mean validation loss of what the clients deploy; None where the run diverged. `outward`: they lie
+    beyond those that everybody tries, whose best was at an end."""
 
     rates: dict[str, float]
     loss: float | None
+    outward: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class SeedScores:
 class Run:
     """A variant on a task: what was asked for, the rates that were tried and chosen, and the scores.
 
-    `settings` are the run's tables as asked for, before rates were chosen. A run that diverged has no scores.
+    `settings` are the run's tables as asked for, before rates were chosen. A run that diverged has no scores. A variant
+    that is never tuned has no tries. `outward` is how many tries it may have had beyond the first ones.
     """
 
     task: str
@@ -57,18 +60,34 @@ class Run:
     created: str
     machine: dict[str, Any]
     versions: dict[str, str]
+    outward: int = 0  # stored runs of before there were such tries do not say
 
     @property
     def key(self) -> tuple[str, str]:
         return self.task, self.variant
 
+    @property
+    def first_tries(self) -> int:
+        """How many rates it tried whatever came of them."""
+        return sum(not tried.outward for tried in self.tries)
+
+    @property
+    def end(self) -> str:
+        """`↑` where the chosen rates are the largest of those tried, `↓` where they are the smallest: better ones may
+        lie beyond."""
+        tried = [t.rates["lr"] for t in self.tries]
+        if len(tried) < 2:
+            return ""
+        return {max(tried): "↑", min(tried): "↓"}.get(self.rates["lr"], "")
+
     def conditions(self) -> dict[str, Any]:
-        """What every variant on a task must have alike, to be compared."""
+        """What every variant on a task must have alike, to be compared; one that is never tuned has no tries."""
         training = self.settings["training"]
         shared = {name: training[name] for name in ("rounds", "steps", "batch_size")}
         precision = self.settings["model"]["precision"]
-        tries = {"seeds": self.seeds, "tries": len(self.tries)}
-        return {"base model": self.base_model, "precision": precision} | tries | shared
+        tries = {"tries": self.first_tries} if self.tries else {}
+        seeds = {"seeds": self.seeds}
+        return {"base model": self.base_model, "precision": precision} | seeds | tries | shared
 
 
 Runs = dict[tuple[str, str], Run]
@@ -110,15 +129,15 @@ def read(files: Sequence[Path]) -> Runs:
 
 def check_alike(runs: Iterable[Run]) -> None:
     """Refuse to compare runs of one task that were made under different conditions."""
-    first: dict[str, Run] = {}
+    first: dict[tuple[str, str], Run] = {}
     for run in runs:
-        other = first.setdefault(run.task, run)
-        ours, theirs = run.conditions(), other.conditions()
-        for name in ours:
-            if ours[name] != theirs[name]:
+        for name, ours in run.conditions().items():
+            other = first.setdefault((run.task, name), run)
+            theirs = other.conditions()[name]
+            if ours != theirs:
                 raise UserError(
-                    f"{run.task!r}: {other.variant!r} was run with {name} {theirs[name]}, {run.variant!r} with "
-                    f"{ours[name]}; such runs are not compared"
+                    f"{run.task!r}: {other.variant!r} was run with {name} {theirs}, {run.variant!r} with {ours}; "
+                    f"such runs are not compared"
                 )
 
 

@@ -18,7 +18,7 @@ from pf2lora.errors import UserError
 from pf2lora.reproduce.regret import records
 from pf2lora.reproduce.regret.records import Run, Runs, SeedScores, Try
 from pf2lora.reproduce.regret.tasks import EVALUATIONS, BenchmarkTask
-from pf2lora.reproduce.regret.variants import FIRST, Variant, variants
+from pf2lora.reproduce.regret.variants import FACTORS, FIRST, Variant, beyond, variants
 from pf2lora.run.comparison import compare
 from pf2lora.run.config import Config, from_settings, to_dict
 from pf2lora.run.evaluation import finite
@@ -41,7 +41,13 @@ class Plan:
     seed: int = 0
     seeds: int = 3
     tries: int = 3
+    outward: int = 2  # further tries at most, while the best is at an end
     over: Mapping[str, Any] | None = None  # settings of all runs: device, precision, rounds
+
+    @property
+    def further(self) -> int:
+        """Tries outward at most: who tries nothing has no end."""
+        return self.outward if self.tries > 1 else 0
 
     def config(self, task: BenchmarkTask, variant: Variant) -> Config:
         """The config of the reported run, with the variant's first rates."""
@@ -115,7 +121,7 @@ def check_same(run: Run | None, config: Config, plan: Plan, file: Path) -> None:
     if run is None:
         return
     other = records.asked(run.settings) != records.asked(to_dict(config))
-    if other or len(run.tries) != plan.tries:
+    if other or (run.tries and (run.first_tries, run.outward) != (plan.tries, plan.further)):
         raise UserError(
             f"{file}: {run.variant!r} on {run.task!r} was run with other settings; name another folder with --out"
         )
@@ -149,9 +155,9 @@ def execute(plan: Plan, task: BenchmarkTask, variant: Variant, workload: Workloa
     """Choose the rates on validation rows, then train every seed with them."""
     started = time.perf_counter()
     config = plan.config(task, variant)
-    tries = tune(variant, config, plan.tries, lambda tried: validation_loss(workload, tried))
+    tries = tune(variant, config, plan, lambda tried: validation_loss(workload, tried))
     scores: list[SeedScores] = []
-    rates, diverged = best(tries), ""
+    rates, diverged = best(tries) if tries else variant.tried_rates(config, 1.0), ""
     try:
         runs = train(workload, variant.with_rates(config, rates))
         scores = [SeedScores(run.seed, points(run), run.candidates) for run in runs]
@@ -172,6 +178,7 @@ def execute(plan: Plan, task: BenchmarkTask, variant: Variant, workload: Workloa
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine(workload.device),
         versions=versions(),
+        outward=plan.further if tries else 0,
     )
 
 
@@ -185,15 +192,30 @@ def train(workload: Workload, config: Config) -> list[SeedRun]:
 # --- tuning ------------------------------------------------------------------------------------------------
 
 
-def tune(variant: Variant, config: Config, tries: int, loss: Callable[[Config], float | None]) -> list[Try]:
-    """The variant's tries: shorter runs with a seed of their own. One try alone needs no run."""
-    tried = variant.tried_rates(config, tries)
-    if len(tried) == 1:
-        return [Try(tried[0], None)]
+def tune(variant: Variant, config: Config, plan: Plan, loss: Callable[[Config], float | None]) -> list[Try]:
+    """The variant's tries: shorter runs with a seed of their own, as many for everybody, and some more outward while
+    the best is at an end. One try alone needs no run, and one that is never tuned has none."""
+    if not variant.tuned:
+        return []
+    if plan.tries == 1:
+        return [Try(variant.tried_rates(config, 1.0), None)]
     rounds = -(-config.training.rounds // TUNING_SHARE)
     alone = replace(config.training, seed=TUNING_SEED, seeds=1, rounds=rounds, evaluate_every=rounds)
     shorter = replace(config, training=alone)
-    return [Try(rates, loss(variant.with_rates(shorter, rates))) for rates in tried]
+    found: dict[float, Try] = {}
+
+    def attempt(factor: float, *, outward: bool) -> None:
+        rates = variant.tried_rates(config, factor)
+        found[factor] = Try(rates, loss(variant.with_rates(shorter, rates)), outward)
+
+    for factor in FACTORS[: plan.tries]:
+        attempt(factor, outward=False)
+    for _ in range(plan.further):
+        further = beyond({factor: tried.loss for factor, tried in found.items()})
+        if further is None:
+            break
+        attempt(further, outward=True)
+    return list(found.values())
 
 
 def best(tries: Sequence[Try]) -> dict[str, float]:
@@ -220,7 +242,7 @@ def points(run: SeedRun) -> dict[str, Any]:
 
 def described(task: BenchmarkTask, run: Run) -> str:
     """A finished run in a line."""
-    rates = ", ".join(f"{name} {rate:.3g}" for name, rate in run.rates.items())
+    rates = ", ".join(f"{name} {rate:.3g}{run.end}" for name, rate in run.rates.items())
     if run.diverged:
         return f"diverged ({run.diverged}); {rates}; {run.seconds:.0f} s"
     shown = []

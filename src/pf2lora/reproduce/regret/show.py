@@ -33,7 +33,7 @@ def markdown(summaries: Mapping[str, PointSummary], runs: Runs) -> str:
         parts += [f"## {POINTS[point].capitalize()}", distances(summary)]
         if harmed := _harm(summary):
             parts.append(harmed)
-    parts += ["## How", "\n".join(f"- {line}" for line in notes(summaries, runs))]
+    parts += ["## How", "\n".join(f"- {line}" for line in notes(runs))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -56,7 +56,9 @@ def _best(summary: PointSummary, task: str) -> str:
 def _cell(summary: PointSummary, task: str, name: str) -> str:
     if name not in summary.cells[task]:
         return "diverged" if (task, name) in summary.diverged else ""
-    return "**best**" if summary.best[task] == name else number(summary.cells[task][name].distance)
+    cell = summary.cells[task][name]
+    text = "**best**" if summary.best[task] == name else number(cell.distance)
+    return f"{text} {cell.end}".rstrip()
 
 
 def _largest(regret: Regret, tasks: int) -> str:
@@ -94,20 +96,39 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def notes(summaries: Mapping[str, PointSummary], runs: Runs) -> list[str]:
+def notes(runs: Runs) -> list[str]:
     """What the numbers are, and what they were made with."""
-    said = [
+    distances = (
         "distances to the best variant of the task, in points (100 × score; a loss: 0.01 nats per token, about 1% of "
         "perplexity), ± deviation over seeds of the difference to the best; regret: the largest, mean: over the tasks"
+    )
+    return [distances, *at_an_end(runs), *made_with(runs)]
+
+
+def at_an_end(runs: Runs) -> list[str]:
+    """What the arrows mean, where there are any."""
+    tuned = [run for run in runs.values() if len(run.tries) > 1]
+    ends = [run.end for run in tuned if run.end]
+    if not ends:
+        return []
+    return [
+        f"↑, ↓: the rates chosen are the largest or the smallest tried, so better ones may lie beyond: {len(ends)} of "
+        f"{len(tuned)} tuned runs ({ends.count('↑')} ↑, {ends.count('↓')} ↓)"
     ]
+
+
+def made_with(runs: Runs) -> list[str]:
+    """Tasks, with what their runs have alike."""
     by_conditions: dict[str, list[str]] = {}
     for run in runs.values():
         conditions = ", ".join(f"{name} {value}" for name, value in run.conditions().items())
-        titles = by_conditions.setdefault(f"{conditions}; {run.machine['name']}", [])
+        tuning = (
+            f", at most {run.outward} tries outward" if run.outward else "" if run.tries else ", never tuned"
+        )
+        titles = by_conditions.setdefault(f"{conditions}{tuning}; {run.machine['name']}", [])
         if TASKS[run.task].title not in titles:
             titles.append(TASKS[run.task].title)
-    said += [f"{'; '.join(titles)}: {conditions}" for conditions, titles in by_conditions.items()]
-    return said
+    return [f"{'; '.join(titles)}: {conditions}" for conditions, titles in by_conditions.items()]
 
 
 # --- the figure --------------------------------------------------------------------------------------------

@@ -22,10 +22,12 @@ POINTS = {"deploy": "what each client deploys", "served": "served"}
 
 @dataclass(frozen=True)
 class Cell:
-    """A variant on a task, in points: its score, and its distance to the best."""
+    """A variant on a task, in points: its score, and its distance to the best; and whether its rates lie at an end of
+    those tried (`Run.end`)."""
 
     score: Estimate
     distance: Estimate
+    end: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ def at_point(runs: Runs, point: str) -> PointSummary:
     harm: dict[str, dict[str, Harm]] = {}
     diverged: list[tuple[str, str]] = []
     for task in TASKS.values():
-        tables = {}
+        tables: dict[str, list[OverClients]] = {}
+        ends: dict[str, str] = {}
         for variant in variants().values():
             run = runs.get((task.name, variant.run_by(task.has_head)))
             if run is None:
@@ -79,9 +82,9 @@ def at_point(runs: Runs, point: str) -> PointSummary:
             if run.diverged or any(table.mean is None for table in found):
                 diverged.append((task.name, variant.name))
             elif found:
-                tables[variant.name] = found
+                tables[variant.name], ends[variant.name] = found, run.end
         if tables:
-            cells[task.name], best[task.name] = compared(task, tables)
+            cells[task.name], best[task.name] = compared(task, tables, ends)
             clients = next(run.clients for (name, _), run in runs.items() if name == task.name)
             harm[task.name] = harms(task, tables, clients)
     return PointSummary(cells, best, regrets(cells, diverged), harm, diverged)
@@ -96,7 +99,9 @@ def tables_of(run: Run, task: BenchmarkTask, variant: Variant, point: str) -> li
     return [scores[task.metric] for scores in found if scores]
 
 
-def compared(task: BenchmarkTask, tables: Mapping[str, Sequence[OverClients]]) -> tuple[dict[str, Cell], str]:
+def compared(
+    task: BenchmarkTask, tables: Mapping[str, Sequence[OverClients]], ends: Mapping[str, str]
+) -> tuple[dict[str, Cell], str]:
     """Every variant beside the best one."""
     points = {name: [100 * (t.mean or 0.0) for t in of_seeds] for name, of_seeds in tables.items()}
     sign = 1.0 if task.higher_is_better else -1.0
@@ -106,7 +111,7 @@ def compared(task: BenchmarkTask, tables: Mapping[str, Sequence[OverClients]]) -
         score = estimate(values)
         distance = estimate(sign * (top - value) for top, value in zip(points[best], values))
         assert score and distance
-        cells[name] = Cell(score, distance)
+        cells[name] = Cell(score, distance, ends[name])
     return cells, best
 
 

@@ -16,7 +16,8 @@ from pf2lora.errors import UserError, unknown
 from pf2lora.reproduce.regret.client_files import MAKERS, data_settings, write_clients
 
 EVALUATIONS = 5  # in a run
-COMMON: dict[str, Any] = {"rounds": 60, "steps": 10, "batch_size": 16, "max_length": 64, "lr": 1e-3}
+COMMON: dict[str, Any] = {"rounds": 60, "steps": 10, "batch_size": 16, "max_length": 64}
+"""How long and how much: no rate is a task's."""
 GENERATION: dict[str, Any] = {
     "task": "generation",
     "max_new_tokens": 0,

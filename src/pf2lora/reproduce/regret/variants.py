@@ -1,6 +1,8 @@
-"""What is compared: the package's methods, and two more plain ways to make HOMLoRA personal.
+"""What is compared: the package's methods, PF2LoRA as it is without any tuning, and two more plain ways to make HOMLoRA
+personal.
 
-Every variant is tuned alike: its rates, all together, times each of the first `tries` factors.
+Every other variant is tuned alike: its rates, all together, times each of the first `tries` factors, and, while the
+best is at an end of those tried, times the next factor beyond it.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS, resolved
 from pf2lora.run.config import Config, merged
 
-FACTORS = (1.0, 1 / 3, 3.0, 0.1, 10.0)  # the defaults first: one try is each at its default
+FACTORS = (1.0, 1 / 3, 3.0, 0.1, 10.0, 1 / 30, 30.0, 0.01, 100.0)
+"""The defaults first: one try is each at its default."""
+MOST_TRIES, MOST_OUTWARD = 5, 2  # so that there is a factor for every try
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with changed settings. `rates` are the method's own that are tuned beside `lr`.
+    """A method with changed settings. `rates` are the method's own that are tuned beside `lr`, where it is `tuned`.
 
     One with `candidate` takes no run: it is that candidate of the run of the variant `of`. One that is about the head
     (`of_head`) is the variant `of` itself on a task without a trained head.
@@ -33,6 +37,7 @@ class Variant:
     of: str = ""
     candidate: str = ""
     of_head: bool = False
+    tuned: bool = True
 
     def run_by(self, has_head: bool) -> str:
         """The variant whose run on a task, with a trained head or without, has its scores."""
@@ -41,10 +46,10 @@ class Variant:
     def run_settings(self) -> dict[str, Any]:
         return {"method": [self.method]} | dict(self.settings)
 
-    def tried_rates(self, config: Config, tries: int) -> list[dict[str, float]]:
-        """The rates of each try."""
+    def tried_rates(self, config: Config, factor: float) -> dict[str, float]:
+        """The rates of a try."""
         first = {"lr": config.training.lr} | dict(self.rates)
-        return [{name: factor * rate for name, rate in first.items()} for factor in FACTORS[:tries]]
+        return {name: factor * rate for name, rate in first.items()}
 
     def with_rates(self, config: Config, rates: Mapping[str, float]) -> Config:
         own = {name: rate for name, rate in rates.items() if name in self.rates}
@@ -57,6 +62,7 @@ class Variant:
 
 FIRST = (
     Variant("pf2lora", "PF2LoRA", "pf2lora"),
+    Variant("pf2lora-default", "PF2LoRA, nothing set", "pf2lora", tuned=False),
     Variant("homlora", "HOMLoRA", "homlora"),
     Variant("hetlora", "HETLoRA", "hetlora"),
     Variant("local", "Local", "local"),
@@ -91,6 +97,24 @@ def choose_variants(names: Sequence[str]) -> list[Variant]:
     return [variant for variant in variants().values() if not names or variant.name in names]
 
 
-def check_tries(tries: int) -> None:
-    if not 1 <= tries <= len(FACTORS):
-        raise UserError(f"--tries is {tries}; it must lie between 1 and {len(FACTORS)}")
+def check_tries(tries: int, outward: int) -> None:
+    for flag, value, least, most in (
+        ("--tries", tries, 1, MOST_TRIES),
+        ("--outward", outward, 0, MOST_OUTWARD),
+    ):
+        if not least <= value <= most:
+            raise UserError(f"{flag} is {value}; it must lie between {least} and {most}")
+
+
+def beyond(losses: Mapping[float, float | None]) -> float | None:
+    """The factor to try next: the one beyond the best of those tried, by factor, where that is an end of them. What
+    diverged is no best one, but an end."""
+    known = {factor: loss for factor, loss in losses.items() if loss is not None}
+    if not known:
+        return None
+    best = min(known, key=known.__getitem__)
+    if best == max(losses):
+        return min((factor for factor in FACTORS if factor > best), default=None)
+    if best == min(losses):
+        return max((factor for factor in FACTORS if factor < best), default=None)
+    return None
