@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ import psutil
 from flare_federation import LEAD, Flare, flare
 from safetensors.torch import load_file
 
+from pf2lora.cli.federation_watch import described
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
 from pf2lora.federation.protocol import audit
@@ -181,6 +184,17 @@ def test_a_killed_job_process_is_started_again_and_rejoins_the_same_job(tmp_path
         assert json.loads((run.run / "status.json").read_text())["job"] == job
 
 
+@contextmanager
+def kit_on_small_disk(kit: Path, place: str) -> Iterator[Path]:
+    """A folder of a kit, or all of it, on a small file system."""
+    kept = kit.with_name("kept")
+    kit.rename(kept)
+    kit.mkdir()
+    with small_disk(kit / place, kib=4096) as disk:
+        shutil.copytree(kept, kit, dirs_exist_ok=True)
+        yield disk
+
+
 def over(jobs: list[dict[str, Any]]) -> bool:
     return all(job["status"] not in admin.ACTIVE for job in jobs)
 
@@ -265,9 +279,11 @@ def test_a_site_that_cannot_save_stops_with_one_line_and_the_others_go_on(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_full_server_disk_stops_the_run_and_resume_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["runs", "."])
+def test_a_full_server_disk_stops_the_run_and_resume_goes_on(tmp_path: Path, place: str) -> None:
+    """The runs' disk, and that of the whole kit with FLARE's stores, logs and workspaces."""
     plan = make_plan("homlora", SITES[:3], config={"rounds": 20, "steps": 20}, deadline=60)
-    with flare(tmp_path, plan) as run, small_disk(run.kits["server"] / "runs", kib=4096) as disk:
+    with flare(tmp_path, plan) as run, kit_on_small_disk(run.kits["server"], place) as disk:
         try:
             run.start("server")
             run.start(*plan.sites)
@@ -282,10 +298,11 @@ def test_a_full_server_disk_stops_the_run_and_resume_goes_on(tmp_path: Path) -> 
                 (job, *_) = admin.runs(lead)
                 return job["status"] not in admin.ACTIVE and admin.state_of(job) in ("stopped", "failed")
 
-            run.wait(over, 120, "the run to stop")
+            run.wait(over, 180, "the run to stop")  # FLARE tries for a minute to keep the job's folder
             jobs = admin.runs(lead)
             print([(job["status"], job.get("pf2lora")) for job in jobs])
             assert len(jobs) == 1 and "is full: free some space" in jobs[0]["pf2lora"]["line"]
+            assert "is full: free some space" in described(jobs[0])
             assert admin.stop_run(lead, plan.name) == []  # nothing is going on
             (disk / "filler").unlink()
             admin.resume_run(lead, plan.name)

@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -112,6 +113,37 @@ def test_kits_are_hardened(kits: dict[str, Path]) -> None:
         rights = json.loads((kits[name] / "local" / "authorization.json").read_text())["permissions"]
         assert all(role["byoc"] == "none" and role["shell_commands"] == "none" for role in rights.values())
         assert [role for role, may in rights.items() if may["submit_job"] != "none"] == ["lead"]
+
+
+def test_kits_notice_a_link_that_was_cut(kits: dict[str, Path]) -> None:
+    """FLARE's own waits are minutes: what was on the way when a link was cut is lost, and nothing says so."""
+    for name in ("clinic-a", "clinic-b"):
+        client = json.loads((kits[name] / "local" / "resources.json").read_text())["client"]
+        assert client["communication_timeout"] == 20
+    for name in ("server", "clinic-a", "clinic-b"):
+        pings = dict(json.loads((kits[name] / "local" / "comm_config.json").read_text())["grpc"]["options"])
+        assert pings["grpc.keepalive_time_ms"] + pings["grpc.keepalive_timeout_ms"] <= 15000
+        assert pings["grpc.http2.min_recv_ping_interval_without_data_ms"] < pings["grpc.keepalive_time_ms"]
+        assert pings["grpc.keepalive_permit_without_calls"] == 1
+        assert pings["grpc.http2.max_pings_without_data"] == 0
+        assert pings["grpc.max_reconnect_backoff_ms"] <= 5000
+        assert pings["grpc.max_receive_message_length"] == pings["grpc.max_send_message_length"] == -1
+
+
+def test_a_participant_is_started_with_the_engines_settings(
+    kits: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else memory grows with every round, and a job's end waits for a site that is gone."""
+    print_it = (
+        "import os; print(*(os.environ.get(key) for key in ('MALLOC_ARENA_MAX', 'MALLOC_MMAP_THRESHOLD_',"
+    )
+    print_it += " 'MALLOC_TRIM_THRESHOLD_', 'NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT', 'MINE')))"
+    monkeypatch.setattr(processes, "command", lambda kit: [sys.executable, "-c", print_it])
+    monkeypatch.setattr(processes, "check_port", lambda kit: None)
+    with tempfile.TemporaryFile() as log:
+        start(open_kit(kits["server"]), log, {"MINE": "1"}).wait()
+        log.seek(0)
+        assert log.read().split() == [b"2", b"8388608", b"67108864", b"5", b"1"]
 
 
 def test_a_job_carries_a_plan_and_nothing_else(tmp_path: Path) -> None:

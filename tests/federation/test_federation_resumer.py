@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from hardship import full_disk
 from small_federation import make_plan
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
@@ -24,14 +25,18 @@ from nvflare.apis.fl_constant import FLContextKey, SystemComponents
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.job_def import RunStatus
 from nvflare.apis.server_engine_spec import ServerEngineSpec
+from nvflare.apis.storage import StorageException
+from nvflare.app_common.job_schedulers.job_scheduler import SCHEDULE_RESULT_NO_RESOURCE, DefaultJobScheduler
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 from nvflare.fuel.flare_api.api_spec import InternalError
 
 from pf2lora.cli.federation_watch import changes, described
 from pf2lora.errors import UserError
-from pf2lora.federation.flare import admin, keys, resumer
-from pf2lora.federation.flare.resumer import CONTINUES, JobStore, RunResumer
+from pf2lora.federation.flare import admin, keys, resumer, stores
+from pf2lora.federation.flare.resumer import RunResumer
+from pf2lora.federation.flare.stores import JobStore
 from pf2lora.federation.protocol.run_status import (
+    CONTINUES,
     LINES,
     RUN,
     SITES,
@@ -55,7 +60,7 @@ class Server:
         self.there: list[str] = []  # sites that are connected
         clients = lambda: [SimpleNamespace(name=site) for site in self.there]  # noqa: E731
         engine = Mock(spec=ServerEngineSpec, get_component=parts.get, get_clients=clients)
-        engine.get_cell, engine.server = Mock(), Mock()
+        engine.get_cell, engine.server, self.engine = Mock(), Mock(), engine
         self.context = FLContext()
         self.context.get_engine = lambda: engine
 
@@ -75,12 +80,34 @@ class Server:
     def start(self) -> None:
         self.resumer.handle_event(EventType.SYSTEM_START, self.context)
 
-    def end(self, job: str) -> None:
+    def end(self, job: str, status: RunStatus | None = None) -> None:
+        """The job ended; FLARE tells of one that was stopped twice."""
+        if status is not None:
+            self.store.set_status(job, status, self.context)
         self.context.set_prop(FLContextKey.EVENT_DATA, {"job_id": job}, private=True, sticky=False)
-        self.resumer.handle_event(EventType.JOB_COMPLETED, self.context)
+        if status in (RunStatus.FINISHED_ABORTED, RunStatus.FAILED_TO_RUN):
+            self.resumer.handle_event(EventType.JOB_ABORTED, self.context)
+        if status != RunStatus.FAILED_TO_RUN:
+            self.resumer.handle_event(EventType.JOB_COMPLETED, self.context)
+
+    def meta(self, job: str) -> dict[str, Any]:
+        found = self.store.get_job(job, self.context)
+        assert found is not None
+        return dict(found.meta)
 
     def status(self, job: str) -> str:
-        return str(self.store.get_job(job, self.context).meta["status"])
+        return str(self.meta(job)["status"])
+
+    def run(self, name: str = "first") -> Status:
+        found = read_status(run_folder(self.root, name))
+        assert found is not None
+        return found
+
+    def heard(self, site: str, event: str) -> None:
+        peer = FLContext()
+        peer.get_identity_name = lambda *_, **__: site
+        self.context.set_peer_context(peer)
+        self.resumer.handle_event(event, self.context)
 
     def waiting(self) -> list[tuple[str, Any]]:
         """The runs that may be scheduled, and the jobs that they continue."""
@@ -198,10 +225,10 @@ def test_a_full_disk_ends_a_run_at_once_and_the_lead_hears_of_it(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(resumer, "write_status", full)
+    monkeypatch.setattr(stores, "write_status", full)
     server.end(job)
     assert server.waiting() == []
-    told = server.store.get_job(job, server.context).meta["pf2lora"]
+    told = server.meta(job)["pf2lora"]
     assert told["state"] == "stopped"
     assert told["line"] == (
         f"the disk of {folder} is full: free some space, then `pf2lora federation resume first` goes on"
@@ -218,8 +245,9 @@ def test_a_line_that_a_full_disk_cut_off_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_continuation_the_lead_stopped_stays_stopped(server: Server) -> None:
-    server.job("first", RunStatus.FINISHED_COMPLETED, "continue")
-    server.job("first", RunStatus.FINISHED_ABORTED)  # before it ran: FLARE tells nobody
+    server.end(server.job("first", RunStatus.FINISHED_COMPLETED, "continue"))
+    (queued,) = server.store.get_jobs_to_schedule(server.context)
+    server.store.set_status(queued.job_id, RunStatus.FINISHED_ABORTED, server.context)  # FLARE tells nobody
     server.start()
     assert server.waiting() == []
 
@@ -245,7 +273,7 @@ def test_a_continuation_waits_a_while_for_the_sites_that_were_there(
     server.there = ["b", "c", "a"]
     assert server.waiting() == [("first", dead)]
     server.there = ["a"]
-    monkeypatch.setattr(resumer, "RETURN", -1.0)  # as if it had waited
+    monkeypatch.setattr(stores, "RETURN", -1.0)  # as if it had waited
     assert server.waiting() == [("first", dead)]
 
 
@@ -255,10 +283,10 @@ def test_a_site_that_was_away_at_the_end_is_served_when_it_registers(server: Ser
     assert status is not None
     status.absent = ["b"]
     write_status(run_folder(server.root, "first"), status)
-    server.resumer.serve("a", server.context)
+    server.resumer.serve("a", True, server.context)
     assert server.waiting() == []
-    server.resumer.serve("b", server.context)
-    server.resumer.serve("b", server.context)  # it waits already
+    server.resumer.serve("b", True, server.context)
+    server.resumer.serve("b", True, server.context)  # it waits already
     assert server.waiting() == [("first", None)]
     (job,) = server.store.get_jobs_to_schedule(server.context)
     assert job.min_sites == 1 and job.job_id != first
@@ -290,7 +318,7 @@ def test_a_site_that_registers_while_the_last_job_ends_is_served_too(server: Ser
     os.utime(server.root / SITES / "c", (1, 1))  # long before the job: it was there, and did not answer
     server.resumer.heard("b", registered=True)
     os.utime(server.root / SITES / "b", (time.time() + 5, time.time() + 5))
-    server.resumer.serve("b", server.context)
+    server.resumer.serve("b", True, server.context)
     assert server.waiting() == []  # the job is not over yet
     server.store.set_status(job, RunStatus.FINISHED_COMPLETED, server.context)
     server.end(job)
@@ -345,3 +373,171 @@ def test_a_server_that_cannot_even_say_that_a_job_ended_is_named(monkeypatch: py
     monkeypatch.setattr(admin, "session", lambda kit: nullcontext(Lead({"a"}, a="RUNNING")))
     with pytest.raises(UserError, match=r"no process of job a.*is its disk full.*start it again"):
         admin.stop_run(Path("kit"), "first")
+
+
+def test_stop_while_a_new_job_takes_over_stops_the_run_once(server: Server) -> None:
+    job = server.job("first", RunStatus.RUNNING, "continue", at=3)
+    server.end(job, RunStatus.FINISHED_ABORTED)
+    assert server.waiting() == []
+    assert server.run().line.startswith("stopped by an administrator") and server.run().state == "stopped"
+    assert len(read_lines(run_folder(server.root, "first"))) == 1
+    assert server.meta(job)["pf2lora"]["state"] == "stopped"
+
+
+def test_a_continuation_that_cannot_be_begun_is_tried_again_but_not_for_ever(server: Server) -> None:
+    """A site died just before the job was sent to it, and the others were too few."""
+    server.end(
+        server.job("first", RunStatus.RUNNING, "running", at=3), RunStatus.FINISHED_EXECUTION_EXCEPTION
+    )
+    for _ in range(resumer.TRIES - 1):
+        (queued,) = server.store.get_jobs_to_schedule(server.context)
+        server.end(queued.job_id, RunStatus.FAILED_TO_RUN)
+        assert server.waiting() == [("first", queued.job_id)]
+    (queued,) = server.store.get_jobs_to_schedule(server.context)
+    server.end(queued.job_id, RunStatus.FAILED_TO_RUN)
+    assert server.waiting() == [] and server.run().state == "failed"
+    said = read_lines(run_folder(server.root, "first"))
+    assert said.count("the run's next job could not be begun at enough of its sites") == 3
+
+
+def test_a_job_that_fails_while_it_begins_was_stopped_by_nobody(server: Server) -> None:
+    job = server.job("first", RunStatus.DISPATCHED, "running", at=3)
+    server.end(job, RunStatus.FAILED_TO_RUN)
+    assert server.waiting() == [("first", job)]
+
+
+@pytest.mark.parametrize("other", [RunStatus.SUBMITTED, RunStatus.FINISHED_COMPLETED])
+def test_another_plan_under_a_runs_name_does_not_take_its_place(server: Server, other: RunStatus) -> None:
+    """It waits, or it was refused while the run went on."""
+    mine = server.job("first", RunStatus.RUNNING, "running", at=3)
+    theirs = server.job("first", other)
+    if other != RunStatus.SUBMITTED:
+        server.store.set_status(theirs, RunStatus.RUNNING, server.context)
+        server.store.set_status(theirs, other, server.context)
+        refused = Status(
+            "failed", 0, 9, theirs, "the run 'first' goes on already in another job", refused=True
+        )
+        write_status(run_folder(server.root, "first"), refused, of_run=False)
+        server.end(theirs)
+    server.start()
+    assert server.waiting() == [("first", mine)]
+
+
+def test_resume_goes_on_with_the_run_and_not_with_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store(Lead):
+        def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
+            return [{"name": "first"} | job for job in jobs]
+
+        def clone_job(self, job: str) -> str:
+            return f"clone of {job}"
+
+    monkeypatch.setattr(admin, "session", lambda kit: nullcontext(Store(set())))
+    over = {"status": "FINISHED:COMPLETED", "start_time": "2026-11-01"}
+    stopped = over | {"pf2lora": {"state": "stopped"}}
+    jobs = [
+        stopped | {"job_id": "mine", "submit_time": 1},
+        over | {"job_id": "refused", "submit_time": 2, "pf2lora": {"state": "failed", "refused": True}},
+        {"job_id": "never", "submit_time": 3, "status": "FINISHED:ABORTED", "start_time": ""},
+    ]
+    assert admin.resume_run(Path("kit"), "first") == "clone of mine"
+    jobs.append(jobs[-1] | {"job_id": "next", "submit_time": 4, CONTINUES: "mine"})
+    assert admin.resume_run(Path("kit"), "first") == "clone of next"
+    jobs[:] = [jobs[2]]
+    assert admin.resume_run(Path("kit"), "first") == "clone of never"
+    jobs[:] = [over | {"job_id": "x", "submit_time": 1, "pf2lora": {"refused": True, "line": "no such site"}}]
+    with pytest.raises(UserError, match="has not begun: no such site"):
+        admin.resume_run(Path("kit"), "first")
+
+
+def test_a_site_that_is_heard_of_again_is_served_less_and_less_often(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE takes one back whose link was cut without having it register."""
+    server.job("first", RunStatus.FINISHED_COMPLETED, "finished")
+    status = server.run()
+    status.absent = ["b"]
+    write_status(run_folder(server.root, "first"), status)
+    now, served_at = 0.0, list[float]()
+    for pauses in (server.resumer.looks, server.resumer.served):
+        monkeypatch.setattr(pauses, "clock", lambda: now)
+    for now in map(float, range(0, 1000, 10)):
+        server.heard("a", EventType.CLIENT_HEARTBEAT_PROCESSED)
+        server.heard("b", EventType.CLIENT_HEARTBEAT_PROCESSED)
+        for job in server.store.get_jobs_to_schedule(server.context):  # each time it comes to nothing
+            served_at.append(now)
+            server.store.set_status(job.job_id, RunStatus.FINISHED_COMPLETED, server.context)
+    assert served_at == [0, 60, 180, 420, 900]
+    server.heard("b", EventType.CLIENT_REGISTER_PROCESSED)
+    assert server.waiting() == [("first", None)]  # at once
+
+
+def test_waiting_has_no_end_in_flares_arithmetic(server: Server) -> None:
+    """2 to the power of the tries, as a float: after 1024 of them no job of the server was ever begun."""
+    old, new = (server.job(name, RunStatus.SUBMITTED) for name in ("old", "new"))
+    history = [f"try {k}" for k in range(5000)]
+    server.store.update_meta(old, {"schedule_count": 5000, "schedule_history": history}, server.context)
+    scheduler, tried = DefaultJobScheduler(1, 10000, 1.0, 10.0), list[str]()
+
+    def try_job(job: Any, context: Any) -> tuple[int, None, str]:
+        tried.append(job.job_id)
+        return SCHEDULE_RESULT_NO_RESOURCE, None, "too few sites"
+
+    scheduler._try_job = try_job
+    server.engine.new_context = lambda: nullcontext(server.context)
+    scheduler.schedule_job(server.store, server.store.get_jobs_to_schedule(server.context), server.context)
+    assert tried == [old, new]
+    assert server.meta(old)["schedule_count"] < 20 and len(server.meta(old)["schedule_history"]) < 20
+    assert server.status(old) == "SUBMITTED"
+
+
+def test_a_continuation_blocks_others_no_longer_than_its_lead_would_wait(server: Server) -> None:
+    first = server.job("first", RunStatus.RUNNING, "running", at=3)
+    server.store.update_meta(first, {RUN: {"sites": ["a"], "wait": 600.0}}, server.context)
+    server.end(first, RunStatus.FINISHED_ABNORMAL)
+    (queued,) = server.store.get_jobs_to_schedule(server.context)
+    server.job("second", RunStatus.SUBMITTED)
+    assert server.waiting() == [("first", first)]
+    long_ago = {"submit_time": time.time() - 601}
+    server.store.update_meta(queued.job_id, long_ago, server.context)
+    other = server.job("third", RunStatus.RUNNING)
+    assert server.waiting() == [("first", first)]  # it is another run that it waited for
+    server.store.update_meta(queued.job_id, {stores.SINCE: time.time() - 601}, server.context)
+    server.store.set_status(other, RunStatus.FINISHED_COMPLETED, server.context)
+    server.store.get_all_jobs(server.context)  # the lead looks; no site is there
+    assert server.run().state == "stopped" and server.meta(queued.job_id)["pf2lora"]["state"] == "stopped"
+    assert server.run().line == (
+        "too few sites came back within 600 s; `pf2lora federation resume first` goes on"
+    )
+    assert server.status(queued.job_id) == "FINISHED:CAN_NOT_SCHEDULE"
+    server.start()
+    assert [name for name, _ in server.waiting()] == ["second"]
+
+
+def test_a_job_that_is_cloned_says_whom_it_waits_for(server: Server) -> None:
+    job = server.job("first", RunStatus.FINISHED_ABORTED)
+    server.store.update_meta(job, {RUN: {"sites": ["a", "b"]}}, server.context)
+    cloned = server.store.clone(job, {"name": "first", "cloned_from": job}, server.context)  # as FLARE does
+    assert server.meta(str(cloned["job_id"]))[RUN] == {"sites": ["a", "b"]}
+
+
+def test_a_full_disk_does_not_keep_a_dead_job_running(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE would try for ever to write down that it ended, and begin nothing else."""
+    job, free = server.job("first", RunStatus.RUNNING, "running", at=3), 512
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
+    with full_disk(monkeypatch):
+        server.end(job, RunStatus.FINISHED_EXECUTION_EXCEPTION)
+        (listed,) = server.store.get_all_jobs(server.context)
+        assert listed.meta["status"] == server.status(job) == "FINISHED:EXECUTION_EXCEPTION"
+        assert "is full: free some space" in listed.meta["pf2lora"]["line"]
+        assert server.waiting() == []
+        monkeypatch.setattr(FilesystemStorage, "tag_object", Mock(side_effect=OSError(28, "No space left")))
+        assert server.waiting() == []
+    free = 1 << 30
+    server.store.get_all_jobs(server.context)
+    assert server.store.unwritten == {} and JobStore().get_all_jobs(server.context)[0].meta == server.meta(
+        job
+    )
+    with full_disk(monkeypatch), pytest.raises(StorageException):  # it is something else then
+        server.store.set_status(job, RunStatus.FINISHED_ABORTED, server.context)
