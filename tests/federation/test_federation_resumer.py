@@ -29,6 +29,7 @@ from nvflare.apis.storage import StorageException
 from nvflare.app_common.job_schedulers.job_scheduler import SCHEDULE_RESULT_NO_RESOURCE, DefaultJobScheduler
 from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 from nvflare.fuel.flare_api.api_spec import InternalError
+from nvflare.fuel.sec.audit import Auditor, AuditService
 
 from pf2lora.cli.federation_watch import changes, described
 from pf2lora.errors import UserError
@@ -541,3 +542,21 @@ def test_a_full_disk_does_not_keep_a_dead_job_running(
     )
     with full_disk(monkeypatch), pytest.raises(StorageException):  # it is something else then
         server.store.set_status(job, RunStatus.FINISHED_ABORTED, server.context)
+
+
+def test_people_are_answered_where_flare_cannot_log_what_they_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auditor = Auditor(str(tmp_path / "log"))
+    monkeypatch.setattr(AuditService, "the_auditor", auditor)
+    stores.answer_on_a_full_disk()
+    AuditService.add_event("lead", "list_jobs")
+    auditor.audit_file.close()
+    with Path("/dev/full").open("a") as auditor.audit_file:
+        with pytest.raises(OSError, match="No space left"):
+            AuditService.add_event("lead", "list_jobs")
+        stores.answer_on_a_full_disk()
+        for _ in range(1000):  # more than a buffer holds
+            AuditService.add_event("lead", "list_jobs")
+        AuditService.close()
+    assert "list_jobs" in (tmp_path / "log").read_text()

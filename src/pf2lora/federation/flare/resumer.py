@@ -25,6 +25,7 @@ from pf2lora.federation.flare.stores import (
     FULL,
     JobStore,
     SnapshotStore,
+    answer_on_a_full_disk,
     close,
     submitted,
 )
@@ -91,6 +92,7 @@ class RunResumer(FLComponent):
         on."""
         engine = fl_ctx.get_engine()
         guard(self.root, engine)
+        answer_on_a_full_disk()
         keep_out(engine.server, RemovedPeople(self.root, self.tell_removed))
         engine.get_cell().core_cell.set_cell_disconnected_cb(
             lambda cell: self.connections.closed(cell.get_fqcn())
