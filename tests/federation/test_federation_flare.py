@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hardship import small_disk
+from hardship import kit_on_small_disk
 from small_federation import (
     SITES,
     Small,
@@ -182,17 +180,6 @@ def test_a_killed_job_process_is_started_again_and_rejoins_the_same_job(tmp_path
         run.wait(lambda: run.state() == "finished", 240, "the end")
         assert "site-2" in list(ServerSession(plan, run.run).records)[-1]["answered"]
         assert json.loads((run.run / "status.json").read_text())["job"] == job
-
-
-@contextmanager
-def kit_on_small_disk(kit: Path, place: str) -> Iterator[Path]:
-    """A folder of a kit, or all of it, on a small file system."""
-    kept = kit.with_name("kept")
-    kit.rename(kept)
-    kit.mkdir()
-    with small_disk(kit / place, kib=4096) as disk:
-        shutil.copytree(kept, kit, dirs_exist_ok=True)
-        yield disk
 
 
 def over(jobs: list[dict[str, Any]]) -> bool:

@@ -26,7 +26,7 @@ from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
 from nvflare.private.fed.server.job_runner import JobRunner
 from nvflare.widgets.fed_event import FED_EVENT_TOPIC, ServerFedEventRunner
-from test_federation_resumer import Server
+from server_main import Server
 
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import gate
@@ -128,6 +128,13 @@ def test_no_site_can_be_called_as_the_servers_own_processes() -> None:
             check_sites([name])
 
 
+@pytest.fixture
+def no_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE finds cells of this process by their names: none may be left behind."""
+    monkeypatch.setattr(CoreCell, "ALL_CELLS", {})
+
+
+@pytest.mark.usefixtures("no_cells")
 def test_flares_cell_asks_the_gate_after_its_own_check(tmp_path: Path) -> None:
     """Its filters for all messages: those for one topic would be asked instead."""
     core, heard, checked = CoreCell("server", "tcp://localhost:1", False, {}), list[str](), list[str]()
@@ -256,6 +263,7 @@ def test_nobody_reports_on_a_job_that_is_not_its_own(
     assert not (tmp_path / ENDED).exists() and read_lines(run_folder(tmp_path, "first")) == []
 
 
+@pytest.mark.usefixtures("no_cells")
 def test_bytes_that_cannot_be_decoded_do_not_end_the_servers_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cellnet, "_is_server_job_cell", cellnet._is_server_job_cell)  # taken back afterwards
     ended = Mock(side_effect=SystemExit)

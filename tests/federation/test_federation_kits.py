@@ -10,7 +10,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -128,22 +127,6 @@ def test_kits_notice_a_link_that_was_cut(kits: dict[str, Path]) -> None:
         assert pings["grpc.http2.max_pings_without_data"] == 0
         assert pings["grpc.max_reconnect_backoff_ms"] <= 5000
         assert pings["grpc.max_receive_message_length"] == pings["grpc.max_send_message_length"] == -1
-
-
-def test_a_participant_is_started_with_the_engines_settings(
-    kits: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else memory grows with every round, and a job's end waits for a site that is gone."""
-    print_it = (
-        "import os; print(*(os.environ.get(key) for key in ('MALLOC_ARENA_MAX', 'MALLOC_MMAP_THRESHOLD_',"
-    )
-    print_it += " 'MALLOC_TRIM_THRESHOLD_', 'NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT', 'MINE')))"
-    monkeypatch.setattr(processes, "command", lambda kit: [sys.executable, "-c", print_it])
-    monkeypatch.setattr(processes, "check_port", lambda kit: None)
-    with tempfile.TemporaryFile() as log:
-        start(open_kit(kits["server"]), log, {"MINE": "1"}).wait()
-        log.seek(0)
-        assert log.read().split() == [b"2", b"8388608", b"67108864", b"5", b"1"]
 
 
 def test_a_job_carries_a_plan_and_nothing_else(tmp_path: Path) -> None:

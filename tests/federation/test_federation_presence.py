@@ -194,8 +194,9 @@ def test_a_site_whose_part_of_the_job_failed_is_not_waited_for(run: Run) -> None
     assert not job.lost("site-2")
     (run.folder / ENDED).mkdir()
     (run.folder / ENDED / "site-2").write_text("job-0")  # of an earlier job
-    assert not job.lost("site-2")
+    assert not job.lost("site-2") and job.until("site-2", 600) == "within 600 s"
     (run.folder / ENDED / "site-2").write_text(job.status.job)
+    assert job.until("site-2", 600) == "before its part of the job ended"
     assert job.lost("site-2") and not job.needs_new_job("site-2")
     note(run.folder / ALIVE, "site-2")
     assert job.needs_new_job("site-2") and not job.needs_new_job("site-1")

@@ -187,10 +187,8 @@ class FederationController(Presence):
             missing = [s for s in session.chosen(session.done + 1) if s not in answers]
             for site in missing:
                 if site in self.present:
-                    within = f"within {self.plan.deadline:g} s"
-                    if self.started_again(site):
-                        within = "before it was started again"
-                    self.drop(site, f"did not answer round {session.done + 1} {within}")
+                    until = self.until(site, self.plan.deadline)
+                    self.drop(site, f"did not answer round {session.done + 1} {until}")
             record = session.finish_round(answers, time.perf_counter() - began, missing, summed)
             self.answered(record["answered"])
             self.report(record)

@@ -133,6 +133,12 @@ class SiteMessages(Controller):
         except OSError:
             return False
 
+    def until(self, site: str, seconds: float) -> str:
+        """How long a site was waited for."""
+        if self.started_again(site):
+            return "before it was started again"
+        return "before its part of the job ended" if self.over_at(site) else f"within {seconds:g} s"
+
     def needs_new_job(self, site: str) -> bool:
         """It found the server after this job began, or it is connected while its part of this job is dead or there is
         none: FLARE chooses a job's sites some seconds before it begins."""
