@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hardship import small_disk
+from hardship import kit_on_small_disk
 from small_federation import (
     SITES,
     Small,
@@ -32,6 +32,7 @@ import psutil
 from flare_federation import LEAD, Flare, flare
 from safetensors.torch import load_file
 
+from pf2lora.cli.federation_watch import described
 from pf2lora.errors import UserError
 from pf2lora.federation.flare import admin, processes
 from pf2lora.federation.protocol import audit
@@ -265,9 +266,11 @@ def test_a_site_that_cannot_save_stops_with_one_line_and_the_others_go_on(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_full_server_disk_stops_the_run_and_resume_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["runs", "."])
+def test_a_full_server_disk_stops_the_run_and_resume_goes_on(tmp_path: Path, place: str) -> None:
+    """The runs' disk, and that of the whole kit with FLARE's stores, logs and workspaces."""
     plan = make_plan("homlora", SITES[:3], config={"rounds": 20, "steps": 20}, deadline=60)
-    with flare(tmp_path, plan) as run, small_disk(run.kits["server"] / "runs", kib=4096) as disk:
+    with flare(tmp_path, plan) as run, kit_on_small_disk(run.kits["server"], place) as disk:
         try:
             run.start("server")
             run.start(*plan.sites)
@@ -282,10 +285,11 @@ def test_a_full_server_disk_stops_the_run_and_resume_goes_on(tmp_path: Path) -> 
                 (job, *_) = admin.runs(lead)
                 return job["status"] not in admin.ACTIVE and admin.state_of(job) in ("stopped", "failed")
 
-            run.wait(over, 120, "the run to stop")
+            run.wait(over, 180, "the run to stop")  # FLARE tries for a minute to keep the job's folder
             jobs = admin.runs(lead)
             print([(job["status"], job.get("pf2lora")) for job in jobs])
             assert len(jobs) == 1 and "is full: free some space" in jobs[0]["pf2lora"]["line"]
+            assert "is full: free some space" in described(jobs[0])
             assert admin.stop_run(lead, plan.name) == []  # nothing is going on
             (disk / "filler").unlink()
             admin.resume_run(lead, plan.name)

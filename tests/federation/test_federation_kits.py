@@ -114,6 +114,21 @@ def test_kits_are_hardened(kits: dict[str, Path]) -> None:
         assert [role for role, may in rights.items() if may["submit_job"] != "none"] == ["lead"]
 
 
+def test_kits_notice_a_link_that_was_cut(kits: dict[str, Path]) -> None:
+    """FLARE's own waits are minutes: what was on the way when a link was cut is lost, and nothing says so."""
+    for name in ("clinic-a", "clinic-b"):
+        client = json.loads((kits[name] / "local" / "resources.json").read_text())["client"]
+        assert client["communication_timeout"] == 20
+    for name in ("server", "clinic-a", "clinic-b"):
+        pings = dict(json.loads((kits[name] / "local" / "comm_config.json").read_text())["grpc"]["options"])
+        assert pings["grpc.keepalive_time_ms"] + pings["grpc.keepalive_timeout_ms"] <= 15000
+        assert pings["grpc.http2.min_recv_ping_interval_without_data_ms"] < pings["grpc.keepalive_time_ms"]
+        assert pings["grpc.keepalive_permit_without_calls"] == 1
+        assert pings["grpc.http2.max_pings_without_data"] == 0
+        assert pings["grpc.max_reconnect_backoff_ms"] <= 5000
+        assert pings["grpc.max_receive_message_length"] == pings["grpc.max_send_message_length"] == -1
+
+
 def test_a_job_carries_a_plan_and_nothing_else(tmp_path: Path) -> None:
     plan = make_plan("pf2lora")
     job = write_job(plan, SignedPlan(plan.to_json()), tmp_path)

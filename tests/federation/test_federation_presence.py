@@ -18,16 +18,16 @@ pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf
 from nvflare.apis.signal import Signal
 from site_executor import controller_of
 
-from pf2lora.federation.flare import presence
-from pf2lora.federation.flare.controller import TRIES, FederationController
+from pf2lora.federation.flare import controller, presence
+from pf2lora.federation.flare.controller import FederationController
 from pf2lora.federation.flare.presence import FREE, NewJob
 from pf2lora.federation.flare.resumer import note
 from pf2lora.federation.protocol.messages import encode
 from pf2lora.federation.protocol.pauses import LONGEST, Pauses
 from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.removals import REMOVED
+from pf2lora.federation.protocol.run_status import ALIVE, ENDED, read_lines, read_status
 from pf2lora.federation.protocol.run_status import SITES as REGISTERED
-from pf2lora.federation.protocol.run_status import read_lines, read_status
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.stopping import QuorumMissed
 
@@ -159,17 +159,47 @@ def test_a_removed_site_is_dropped_from_a_run_that_goes_on(run: Run) -> None:
     assert job.status.left_out == {"site-3": "it was removed from the federation"}
 
 
-def test_a_round_that_misses_its_quorum_for_the_third_time_ends_the_run(run: Run) -> None:
-    job, tries = run.job(*SITES), 0
+def test_a_round_below_its_quorum_is_tried_for_as_long_as_the_lead_said(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, tries, now = run.job(*SITES), 0, 1000.0
+    monkeypatch.setattr(controller.time, "monotonic", lambda: now)
 
-    def part() -> None:
-        nonlocal tries
-        tries += 1
+    def part() -> None:  # the sites are there, and nobody answers
+        nonlocal tries, now
+        tries, now = tries + 1, now + 600
         raise QuorumMissed(1, 0, 4, run.plan, ["site-1"], {})
 
     with pytest.raises(QuorumMissed):
         job.patiently(part)
-    assert tries == TRIES == 3
+    assert run.plan.wait == 3600 and tries == 7
+    waits = [line.rsplit("; ")[-1] for line in read_lines(run.folder) if "waits" in line]
+    assert waits == [f"it waits for them up to {left} s" for left in range(3600, 0, -600)]
+
+
+def test_a_site_that_registers_while_a_job_starts_is_taken_into_the_next(run: Run) -> None:
+    """After FLARE chose the job's sites, and before the job's process had begun."""
+    run.folder.mkdir()
+    note(run.folder / REGISTERED, "site-2")
+    os.utime(run.folder / REGISTERED / "site-2", (time.time() - 3, time.time() - 3))
+    job = run.job(*(site for site in SITES if site != "site-2"))
+    one_round(job)  # it is not heard of: perhaps it is gone
+    note(run.folder / ALIVE, "site-2")
+    with pytest.raises(NewJob):
+        job.take_back()
+
+
+def test_a_site_whose_part_of_the_job_failed_is_not_waited_for(run: Run) -> None:
+    job = run.job(*SITES)
+    assert not job.lost("site-2")
+    (run.folder / ENDED).mkdir()
+    (run.folder / ENDED / "site-2").write_text("job-0")  # of an earlier job
+    assert not job.lost("site-2") and job.until("site-2", 600) == "within 600 s"
+    (run.folder / ENDED / "site-2").write_text(job.status.job)
+    assert job.until("site-2", 600) == "before its part of the job ended"
+    assert job.lost("site-2") and not job.needs_new_job("site-2")
+    note(run.folder / ALIVE, "site-2")
+    assert job.needs_new_job("site-2") and not job.needs_new_job("site-1")
 
 
 def test_the_last_scores_have_a_deadline_of_their_own(tmp_path: Path) -> None:

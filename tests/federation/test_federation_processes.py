@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -81,3 +82,18 @@ def test_leave_ends_nobody_else(kit: Kit) -> None:
     for each in (process, other):
         each.kill()
         each.wait()
+
+
+def test_a_participant_is_started_with_the_engines_settings(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else memory grows with every round, and a job's end waits for a site that is gone."""
+    print_it = (
+        "import os; print(*(os.environ.get(key) for key in ('MALLOC_ARENA_MAX', 'MALLOC_MMAP_THRESHOLD_',"
+    )
+    print_it += " 'MALLOC_TRIM_THRESHOLD_', 'NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT', 'MINE')))"
+    monkeypatch.setattr(processes, "command", lambda kit: [sys.executable, "-c", print_it])
+    with tempfile.TemporaryFile() as log:
+        processes.start(kit, log, {"MINE": "1"}).wait()
+        log.seek(0)
+        assert log.read().split() == [b"2", b"8388608", b"67108864", b"5", b"1"]

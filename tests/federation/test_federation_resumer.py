@@ -1,36 +1,24 @@
-"""The server's main process, called directly: what goes on after a crash, and in which order. The store is real."""
+"""The server's main process, called directly: what goes on after a crash, a stop, a return. The store is real."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from small_federation import make_plan
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey, SystemComponents
-from nvflare.apis.fl_context import FLContext
+from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.job_def import RunStatus
-from nvflare.apis.server_engine_spec import ServerEngineSpec
-from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
-from nvflare.fuel.flare_api.api_spec import InternalError
+from server_main import Server
 
-from pf2lora.cli.federation_watch import changes, described
-from pf2lora.errors import UserError
-from pf2lora.federation.flare import admin, resumer
-from pf2lora.federation.flare.resumer import CONTINUES, JobStore, RunResumer
+from pf2lora.federation.flare import resumer, stores
 from pf2lora.federation.protocol.removals import REMOVED
 from pf2lora.federation.protocol.run_status import (
     LINES,
@@ -38,55 +26,11 @@ from pf2lora.federation.protocol.run_status import (
     SITES,
     Status,
     append_line,
-    mean_loss,
     read_lines,
     read_status,
     run_folder,
     write_status,
 )
-from pf2lora.federation.protocol.signed_plan import SignedPlan
-
-
-class Server:
-    """A server's main process after a restart: its job store and what resumes runs."""
-
-    def __init__(self, root: Path) -> None:
-        self.store, self.resumer, self.root = JobStore(), RunResumer(), root
-        parts = {"job_store": FilesystemStorage(), SystemComponents.JOB_MANAGER: self.store}
-        self.there: list[str] = []  # sites that are connected
-        clients = lambda: [SimpleNamespace(name=site) for site in self.there]  # noqa: E731
-        engine = Mock(spec=ServerEngineSpec, get_component=parts.get, get_clients=clients)
-        engine.get_cell, engine.server = Mock(), Mock()
-        self.context = FLContext()
-        self.context.get_engine = lambda: engine
-
-    def job(
-        self, name: str, status: RunStatus, run: str | None = None, at: int = 0, present: Sequence[str] = ()
-    ) -> str:
-        """A job in the store; `run` is the state of its run."""
-        meta: dict[str, Any] = {"name": name, "min_clients": 2, "submitter_name": "lead@example.org"}
-        job = str(self.store.create(meta, b"the job", self.context)["job_id"])
-        self.store.set_status(job, status, self.context)
-        if run is not None:
-            folder = run_folder(self.root, name)
-            folder.mkdir(parents=True, exist_ok=True)
-            write_status(folder, Status(run, at, 9, job, present=list(present)))
-        return job
-
-    def start(self) -> None:
-        self.resumer.handle_event(EventType.SYSTEM_START, self.context)
-
-    def end(self, job: str) -> None:
-        self.context.set_prop(FLContextKey.EVENT_DATA, {"job_id": job}, private=True, sticky=False)
-        self.resumer.handle_event(EventType.JOB_COMPLETED, self.context)
-
-    def status(self, job: str) -> str:
-        return str(self.store.get_job(job, self.context).meta["status"])
-
-    def waiting(self) -> list[tuple[str, Any]]:
-        """The runs that may be scheduled, and the jobs that they continue."""
-        found = self.store.get_jobs_to_schedule(self.context)
-        return [(job.meta["name"], job.meta.get(CONTINUES)) for job in found]
 
 
 @pytest.fixture
@@ -149,30 +93,6 @@ def test_a_mistyped_or_removed_site_is_refused_when_a_run_is_submitted(server: S
     assert submitted("clinic-b").startswith("clinic-b was removed from this federation")
 
 
-def test_a_queued_run_says_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan("homlora", ("a", "b", "c"), quorum=1.0)
-    connected = ["a", "z"]
-
-    class Queue(Lead):
-        def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
-            with TemporaryDirectory() as folder:
-                job = admin.write_job(plan, SignedPlan(plan.to_json()), Path(folder))
-                meta = json.loads((job / "meta.json").read_text())
-            return [meta | {"job_id": "x", "status": "SUBMITTED", "submit_time": 0}]
-
-        def get_system_info(self) -> Any:
-            return SimpleNamespace(client_info=[SimpleNamespace(name=site) for site in connected])
-
-    monkeypatch.setattr(admin, "session", lambda kit: nullcontext(Queue(set())))
-    (job,) = admin.runs(Path("kit"))
-    assert described(job) == (
-        "queued, round 0 of 3; 1 sites (a); it waits for sites, of which 3 are needed: b, c not connected"
-    )
-    connected += ["b", "c"]  # then it is another run that it waits for
-    (job,) = admin.runs(Path("kit"))
-    assert described(job) == "queued, round 0 of 3; 3 sites (a, b, c)"
-
-
 @pytest.mark.parametrize(("sites", "most"), [(1, 22), (30, 80)])
 def test_sites_that_come_back_one_by_one_do_not_end_a_run_but_one_that_gets_nowhere_ends(
     server: Server, sites: int, most: int
@@ -199,10 +119,10 @@ def test_a_full_disk_ends_a_run_at_once_and_the_lead_hears_of_it(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(resumer, "write_status", full)
+    monkeypatch.setattr(stores, "write_status", full)
     server.end(job)
     assert server.waiting() == []
-    told = server.store.get_job(job, server.context).meta["pf2lora"]
+    told = server.meta(job)["pf2lora"]
     assert told["state"] == "stopped"
     assert told["line"] == (
         f"the disk of {folder} is full: free some space, then `pf2lora federation resume first` goes on"
@@ -219,35 +139,11 @@ def test_a_line_that_a_full_disk_cut_off_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_continuation_the_lead_stopped_stays_stopped(server: Server) -> None:
-    server.job("first", RunStatus.FINISHED_COMPLETED, "continue")
-    server.job("first", RunStatus.FINISHED_ABORTED)  # before it ran: FLARE tells nobody
+    server.end(server.job("first", RunStatus.FINISHED_COMPLETED, "continue"))
+    (queued,) = server.store.get_jobs_to_schedule(server.context)
+    server.store.set_status(queued.job_id, RunStatus.FINISHED_ABORTED, server.context)  # FLARE tells nobody
     server.start()
     assert server.waiting() == []
-
-
-def test_a_queued_run_does_not_overtake_a_continuation(server: Server) -> None:
-    first = server.job("first", RunStatus.RUNNING, "continue", at=3)
-    server.job("second", RunStatus.SUBMITTED)
-    assert server.waiting() == [("second", None)]
-    server.store.set_status(first, RunStatus.FINISHED_COMPLETED, server.context)
-    server.end(first)
-    assert server.waiting() == [("first", first)]  # alone: while it waits for its sites, nobody overtakes it
-
-
-def test_a_continuation_waits_a_while_for_the_sites_that_were_there(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without, a restarted server would begin with whoever finds it first, and the others miss a round."""
-    dead = server.job("first", RunStatus.RUNNING, "running", present=["a", "b"])
-    server.job("second", RunStatus.SUBMITTED)
-    server.there = ["a"]
-    server.start()
-    assert server.waiting() == []
-    server.there = ["b", "c", "a"]
-    assert server.waiting() == [("first", dead)]
-    server.there = ["a"]
-    monkeypatch.setattr(resumer, "RETURN", -1.0)  # as if it had waited
-    assert server.waiting() == [("first", dead)]
 
 
 def test_a_site_that_was_away_at_the_end_is_served_when_it_registers(server: Server) -> None:
@@ -256,29 +152,13 @@ def test_a_site_that_was_away_at_the_end_is_served_when_it_registers(server: Ser
     assert status is not None
     status.absent = ["b"]
     write_status(run_folder(server.root, "first"), status)
-    server.resumer.serve("a", server.context)
+    server.resumer.serve("a", True, server.context)
     assert server.waiting() == []
-    server.resumer.serve("b", server.context)
-    server.resumer.serve("b", server.context)  # it waits already
+    server.resumer.serve("b", True, server.context)
+    server.resumer.serve("b", True, server.context)  # it waits already
     assert server.waiting() == [("first", None)]
     (job,) = server.store.get_jobs_to_schedule(server.context)
     assert job.min_sites == 1 and job.job_id != first
-
-
-class Lead:
-    """The lead's session with a server on which one job is dead and shown as running."""
-
-    def __init__(self, dead: set[str], **jobs: str) -> None:
-        self.dead, self.jobs, self.aborted = dead, jobs, list[str]()
-
-    def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
-        rows = enumerate(self.jobs.items())
-        return [{"job_id": j, "name": "first", "status": s, "submit_time": i} for i, (j, s) in rows]
-
-    def abort_job(self, job: str) -> None:
-        if job in self.dead:
-            raise InternalError("failed to abort job")
-        self.aborted.append(job)
 
 
 def test_a_site_that_registers_while_the_last_job_ends_is_served_too(server: Server) -> None:
@@ -291,59 +171,78 @@ def test_a_site_that_registers_while_the_last_job_ends_is_served_too(server: Ser
     os.utime(server.root / SITES / "c", (1, 1))  # long before the job: it was there, and did not answer
     server.resumer.heard("b", registered=True)
     os.utime(server.root / SITES / "b", (time.time() + 5, time.time() + 5))
-    server.resumer.serve("b", server.context)
+    server.resumer.serve("b", True, server.context)
     assert server.waiting() == []  # the job is not over yet
     server.store.set_status(job, RunStatus.FINISHED_COMPLETED, server.context)
     server.end(job)
     assert server.waiting() == [("first", None)]
 
 
-def test_a_run_is_watched_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = {"state": "running", "round": 1, "rounds": 3, "present": ["a", "b"], "loss": 0.5}
-    ended = running | {"state": "finished", "round": 3, "left_out": {"b": "its disk is full"}}
-    views = iter(
-        [("SUBMITTED", None), ("RUNNING", running), ("RUNNING", running), ("FINISHED:COMPLETED", ended)]
+def test_stop_while_a_new_job_takes_over_stops_the_run_once(server: Server) -> None:
+    job = server.job("first", RunStatus.RUNNING, "continue", at=3)
+    server.end(job, RunStatus.FINISHED_ABORTED)
+    assert server.waiting() == []
+    assert server.run().line.startswith("stopped by an administrator") and server.run().state == "stopped"
+    assert len(read_lines(run_folder(server.root, "first"))) == 1
+    assert server.meta(job)["pf2lora"]["state"] == "stopped"
+
+
+def test_a_continuation_that_cannot_be_begun_is_tried_again_but_not_for_ever(server: Server) -> None:
+    """A site died just before the job was sent to it, and the others were too few."""
+    server.end(
+        server.job("first", RunStatus.RUNNING, "running", at=3), RunStatus.FINISHED_EXECUTION_EXCEPTION
     )
-
-    class Watched(Lead):
-        def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
-            status, self.now = next(views)
-            told = {"pf2lora": self.now} if status != "RUNNING" else {}
-            return [{"job_id": "x", "name": "first", "status": status, "submit_time": 0} | told]
-
-        def show_stats(self, job: str, target: str) -> dict[str, Any]:
-            return {"server": {"pf2lora": self.now}}
-
-    monkeypatch.setattr(admin, "session", lambda kit: nullcontext(Watched(set())))
-    monkeypatch.setattr(admin, "LOOK", 0.0)
-    assert list(changes(admin.follow(Path("kit"), "first"))) == [
-        "submitted",
-        "running, round 1 of 3; loss 0.5000; 2 sites (a, b)",
-        "finished, round 3 of 3; loss 0.5000; 2 sites (a, b); b is left out: its disk is full",
-    ]
+    for _ in range(resumer.TRIES - 1):
+        (queued,) = server.store.get_jobs_to_schedule(server.context)
+        server.end(queued.job_id, RunStatus.FAILED_TO_RUN)
+        assert server.waiting() == [("first", queued.job_id)]
+    (queued,) = server.store.get_jobs_to_schedule(server.context)
+    server.end(queued.job_id, RunStatus.FAILED_TO_RUN)
+    assert server.waiting() == [] and server.run().state == "failed"
+    said = read_lines(run_folder(server.root, "first"))
+    assert said.count("the run's next job could not be begun at enough of its sites") == 3
 
 
-def test_the_loss_of_a_round_is_the_mean_over_sites() -> None:
-    told: dict[str, dict[str, Any]] = {
-        "a": {"loss": 2.0, "steps": 4},
-        "b": {"loss": 3.0, "steps": 2},
-        "c": {"rows": 3},
-    }
-    assert mean_loss(told) == 1.0
-    assert mean_loss({"a": {"steps": 2}}) is None
-    assert mean_loss({"a": told["a"]}) is None, "it would be that of a single site"
+def test_a_job_that_fails_while_it_begins_was_stopped_by_nobody(server: Server) -> None:
+    job = server.job("first", RunStatus.DISPATCHED, "running", at=3)
+    server.end(job, RunStatus.FAILED_TO_RUN)
+    assert server.waiting() == [("first", job)]
 
 
-@pytest.mark.parametrize("dead", [{"a"}, {"b"}])
-def test_a_dead_job_does_not_keep_the_live_one_from_being_stopped(
-    dead: set[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("other", [RunStatus.SUBMITTED, RunStatus.FINISHED_COMPLETED])
+def test_another_plan_under_a_runs_name_does_not_take_its_place(server: Server, other: RunStatus) -> None:
+    """It waits, or it was refused while the run went on."""
+    mine = server.job("first", RunStatus.RUNNING, "running", at=3)
+    theirs = server.job("first", other)
+    if other != RunStatus.SUBMITTED:
+        server.store.set_status(theirs, RunStatus.RUNNING, server.context)
+        server.store.set_status(theirs, other, server.context)
+        refused = Status(
+            "failed", 0, 9, theirs, "the run 'first' goes on already in another job", refused=True
+        )
+        write_status(run_folder(server.root, "first"), refused, of_run=False)
+        server.end(theirs)
+    server.start()
+    assert server.waiting() == [("first", mine)]
+
+
+def test_a_site_that_is_heard_of_again_is_served_less_and_less_often(
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lead = Lead(dead, a="RUNNING", b="RUNNING", c="FINISHED:COMPLETED")
-    monkeypatch.setattr(admin, "session", lambda kit: nullcontext(lead))
-    assert admin.stop_run(Path("kit"), "first") == lead.aborted == sorted({"a", "b"} - dead)
-
-
-def test_a_server_that_cannot_even_say_that_a_job_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "session", lambda kit: nullcontext(Lead({"a"}, a="RUNNING")))
-    with pytest.raises(UserError, match=r"no process of job a.*is its disk full.*start it again"):
-        admin.stop_run(Path("kit"), "first")
+    """FLARE takes one back whose link was cut without having it register."""
+    server.job("first", RunStatus.FINISHED_COMPLETED, "finished")
+    status = server.run()
+    status.absent = ["b"]
+    write_status(run_folder(server.root, "first"), status)
+    now, served_at = 0.0, list[float]()
+    for pauses in (server.resumer.looks, server.resumer.served):
+        monkeypatch.setattr(pauses, "clock", lambda: now)
+    for now in map(float, range(0, 1000, 10)):
+        server.heard("a", EventType.CLIENT_HEARTBEAT_PROCESSED)
+        server.heard("b", EventType.CLIENT_HEARTBEAT_PROCESSED)
+        for job in server.store.get_jobs_to_schedule(server.context):  # each time it comes to nothing
+            served_at.append(now)
+            server.store.set_status(job.job_id, RunStatus.FINISHED_COMPLETED, server.context)
+    assert served_at == [0, 60, 180, 420, 900]
+    server.heard("b", EventType.CLIENT_REGISTER_PROCESSED)
+    assert server.waiting() == [("first", None)]  # at once

@@ -31,6 +31,17 @@ def small_disk(folder: Path, kib: int) -> Iterator[Path]:
 
 
 @contextmanager
+def kit_on_small_disk(kit: Path, place: str) -> Iterator[Path]:
+    """A folder of a kit, or all of it, on a small file system."""
+    kept = kit.with_name("kept")
+    kit.rename(kept)
+    kit.mkdir()
+    with small_disk(kit / place, kib=4096) as disk:
+        shutil.copytree(kept, kit, dirs_exist_ok=True)
+        yield disk
+
+
+@contextmanager
 def full_disk(monkeypatch: Any, after: int = 0, only: str = "") -> Iterator[None]:
     """Everywhere, the disk is full from the file after the first `after` on, of those with `only` in their names."""
     sync, seen = os.fsync, [0]

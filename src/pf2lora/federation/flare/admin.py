@@ -22,7 +22,7 @@ from pf2lora.federation.flare.provision import SCOPE, SERVER_CLASSES, SITE_CLASS
 from pf2lora.federation.kit import Kit
 from pf2lora.federation.protocol.identity import KitIdentity
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.run_status import RUN, UNFINISHED, Status
+from pf2lora.federation.protocol.run_status import RUN, UNFINISHED, WAIT, Status, job_of_run
 from pf2lora.federation.protocol.signed_plan import SignedPlan
 from pf2lora.run.decode import decode
 
@@ -41,6 +41,7 @@ class Queued:
     rounds: int
     deadline: float
     quorum: float
+    wait: float = WAIT
 
     def status(self, connected: Collection[str], needed: int) -> Status:
         """Where it stands in FLARE's queue."""
@@ -65,7 +66,9 @@ def write_job(plan: Plan, signed: SignedPlan, folder: Path) -> Path:
         "deploy_map": {"app": ["server", *plan.sites]},
         "min_clients": plan.needed(len(plan.sites)),
         "scope": SCOPE,
-        RUN: asdict(Queued(list(plan.sites), plan.run.training.rounds, plan.deadline, plan.quorum)),
+        RUN: asdict(
+            Queued(list(plan.sites), plan.run.training.rounds, plan.deadline, plan.quorum, plan.wait)
+        ),
     }
     args = asdict(signed)
     server = {
@@ -221,9 +224,12 @@ def resume_run(kit: Path, name: str) -> str:
             raise UserError(f"there is no run {name!r} here: `status` lists those that there are")
         if any(job["status"] in ACTIVE for job in found):
             raise UserError(f"run {name!r} is going on already")
-        if (found[0].get("pf2lora") or {}).get("state") == "finished":
+        job = job_of_run(found)
+        if job is None:
+            raise UserError(f"run {name!r} has not begun: {found[0]['pf2lora']['line']}")
+        if (job.get("pf2lora") or {}).get("state") == "finished":
             raise UserError(f"run {name!r} is finished; the same `submit` with more --rounds goes on")
-        return str(flare.clone_job(found[0]["job_id"]))
+        return str(flare.clone_job(job["job_id"]))
 
 
 def fetch(kit: Path, name: str, into: Path) -> Path:

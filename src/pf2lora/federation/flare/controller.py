@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nvflare.apis.client import Client
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_constant import EventScope, FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
@@ -27,6 +27,7 @@ from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from pf2lora.errors import UserError
 from pf2lora.federation.flare.admin import HANDED_OUT
 from pf2lora.federation.flare.child import end_with
+from pf2lora.federation.flare.gate import survive_bad_bytes
 from pf2lora.federation.flare.presence import NewJob, Presence
 from pf2lora.federation.protocol import approvals, audit
 from pf2lora.federation.protocol.checkpoints import writing
@@ -49,7 +50,6 @@ from pf2lora.federation.protocol.stopping import QuorumMissed, early_stop
 from pf2lora.run.evaluation import evaluation_rounds
 
 LOOK = 0.5  # seconds between looks for sites that are missing
-TRIES = 3  # of a round that misses its quorum
 
 
 class FederationController(Presence):
@@ -60,7 +60,7 @@ class FederationController(Presence):
         super().__init__(Plan.from_json(plan))
         self.signed = SignedPlan(plan, certificate, signature, signed_at)
         self.lead = ""  # who signed it
-        self.misses: dict[int, int] = {}  # how often a round missed its quorum
+        self.missed: dict[int, float] = {}  # when a round first missed its quorum
 
     def current_round(self) -> int:
         """The round that is next."""
@@ -86,9 +86,12 @@ class FederationController(Presence):
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Tell the lead's `status` where the run stands; the job's process ends with the server's."""
+        if fl_ctx.get_prop(FLContextKey.EVENT_SCOPE) == EventScope.FEDERATION:
+            return  # it came over the network
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.START_RUN:
             end_with(os.getppid())
+            survive_bad_bytes()
         if event_type == InfoCollector.EVENT_TYPE_GET_STATS:
             collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
             if isinstance(collector, GroupInfoCollector):
@@ -133,9 +136,7 @@ class FederationController(Presence):
             try:
                 return part()
             except QuorumMissed as missed:
-                number = self.current_round()
-                self.misses[number] = self.misses.get(number, 0) + 1
-                if not missed.missing or self.misses[number] >= TRIES or not self.wait_for_sites(missed):
+                if not missed.missing or not self.wait_for_sites(missed):
                     raise
 
     def check_lead(self) -> None:
@@ -149,11 +150,15 @@ class FederationController(Presence):
         return Authority.of(self.root / "startup")
 
     def wait_for_sites(self, missed: QuorumMissed) -> bool:
-        """Whether enough sites were back in time; `NewJob` where one is that cannot take part in this one."""
-        line = f"{missed}; it waits for them up to {self.plan.wait:g} s"
+        """Whether enough sites were back in the time that the plan gives a round below its quorum, however often it is
+        tried; `NewJob` where one is that cannot take part in this one."""
+        until = self.missed.setdefault(self.current_round(), time.monotonic()) + self.plan.wait
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        line = f"{missed}; it waits for them up to {left:.0f} s"
         append_line(self.folder, line)
         self.note("waiting", line)
-        until = time.monotonic() + self.plan.wait
         while time.monotonic() < until and not self.abort.triggered:
             self.check_lead()
             self.take_back()
@@ -166,7 +171,7 @@ class FederationController(Presence):
 
     def refuse(self, line: str) -> None:
         """This job ends, and leaves the run of its name as it is."""
-        self.status.state, self.status.line = "failed", line
+        self.status.state, self.status.line, self.status.refused = "failed", line, True
         with suppress(OSError):
             write_status(self.folder, self.status, of_run=False)
 
@@ -187,10 +192,8 @@ class FederationController(Presence):
             missing = [s for s in session.chosen(session.done + 1) if s not in answers]
             for site in missing:
                 if site in self.present:
-                    within = f"within {self.plan.deadline:g} s"
-                    if self.started_again(site):
-                        within = "before it was started again"
-                    self.drop(site, f"did not answer round {session.done + 1} {within}")
+                    until = self.until(site, self.plan.deadline)
+                    self.drop(site, f"did not answer round {session.done + 1} {until}")
             record = session.finish_round(answers, time.perf_counter() - began, missing, summed)
             self.answered(record["answered"])
             self.report(record)

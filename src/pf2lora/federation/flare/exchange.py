@@ -21,7 +21,7 @@ from pf2lora.federation.flare.executor import BODY
 from pf2lora.federation.protocol.masked import Take
 from pf2lora.federation.protocol.messages import encode
 from pf2lora.federation.protocol.removals import removed
-from pf2lora.federation.protocol.run_status import ALIVE, SITES
+from pf2lora.federation.protocol.run_status import ALIVE, ENDED, SITES, Status
 
 PERIOD = 0.05  # seconds between looks at the tasks
 FRESH = 30.0  # seconds within which a connected site was heard of
@@ -38,6 +38,7 @@ class SiteMessages(Controller):
 
     root: Path
     abort: Signal
+    status: Status
     fl_ctx: FLContext
 
     def __init__(self) -> None:
@@ -111,8 +112,11 @@ class SiteMessages(Controller):
     # --- who was heard of -----------------------------------------------------------------------------------
 
     def lost(self, site: str) -> bool:
-        """Whether nothing comes from a site any more: it was started again, is silent, or was removed."""
-        return self.started_again(site) or self.silent(site) or site in removed(self.root)
+        """Whether nothing comes from a site any more: it was started again, is silent, its part of this job is over, or
+        it was removed."""
+        if self.started_again(site) or self.silent(site) or self.over_at(site):
+            return True
+        return site in removed(self.root)
 
     def started_again(self, site: str) -> bool:
         """Whether a site found the server after this job began."""
@@ -122,11 +126,27 @@ class SiteMessages(Controller):
         """Whether a site's heartbeat has stopped."""
         return LOST < age(self.root / ALIVE / site) < math.inf
 
+    def over_at(self, site: str) -> bool:
+        """Whether a site said that its part of this job is over."""
+        try:
+            return (self.root / ENDED / site).read_text() == self.status.job
+        except OSError:
+            return False
+
+    def until(self, site: str, seconds: float) -> str:
+        """How long a site was waited for."""
+        if self.started_again(site):
+            return "before it was started again"
+        return "before its part of the job ended" if self.over_at(site) else f"within {seconds:g} s"
+
     def needs_new_job(self, site: str) -> bool:
-        """It found the server after this job began, or it is connected while its part of this job is dead."""
+        """It found the server after this job began, or it is connected while its part of this job is dead or there is
+        none: FLARE chooses a job's sites some seconds before it begins."""
         if self.started_again(site):
             return True
-        return bool(self.get_client_disconnect_time(site)) and age(self.root / ALIVE / site) < FRESH
+        chosen = {client.name for client in self.fl_ctx.get_engine().get_clients()}
+        dead = site not in chosen or self.over_at(site) or self.get_client_disconnect_time(site)
+        return bool(dead) and age(self.root / ALIVE / site) < FRESH
 
 
 def age(file: Path) -> float:

@@ -79,7 +79,7 @@ class Presence(SiteMessages):
             raise misfits[0]
         for site in connected:
             if site not in answers:
-                self.drop(site, f"did not say hello within {timeout:g} s")
+                self.drop(site, f"did not say hello {self.until(site, timeout)}")
         if len(self.present) < plan.needed(len(plan.sites)) and not self.session.over:
             left_out = self.status.left_out
             missing = [s for s in plan.sites if s not in self.present and s not in left_out]

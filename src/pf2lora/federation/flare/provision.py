@@ -186,7 +186,7 @@ def harden_site(kit: Path) -> None:
 
 def harden_server(kit: Path) -> None:
     """The server's policies: our controller and nothing else, its stores inside the kit."""
-    store = {"path": "pf2lora.federation.flare.resumer.SnapshotStore", "args": {}}
+    store = {"path": "pf2lora.federation.flare.stores.SnapshotStore", "args": {}}
     atomic.write_json(
         kit / "local" / "resources.json",
         {
@@ -215,10 +215,10 @@ def harden_server(kit: Path) -> None:
                         "max_jobs": 1,
                         "min_schedule_interval": 1.0,
                         "max_schedule_interval": 10.0,
-                        "max_schedule_count": 10000,
+                        "max_schedule_count": 10000,  # never: `JobStore` counts no further than its tries matter
                     },
                 ),
-                component("job_manager", "pf2lora.federation.flare.resumer.JobStore"),
+                component("job_manager", "pf2lora.federation.flare.stores.JobStore"),
                 component("job_store", "nvflare.app_common.storages.filesystem_storage.FilesystemStorage"),
                 component(
                     "process_launcher",

@@ -1,4 +1,4 @@
-"""What lives in the server's main process: what continues an unfinished run, and the stores. Loads no torch."""
+"""What lives in the server's main process and continues unfinished runs. Loads no torch."""
 
 from __future__ import annotations
 
@@ -6,52 +6,55 @@ import os
 import shutil
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLContextKey, SystemComponents
+from nvflare.apis.fl_constant import EventScope, FLContextKey, SystemComponents
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import NotAuthenticated
-from nvflare.apis.impl.job_def_manager import SimpleJobDefManager
 from nvflare.apis.job_def import Job, JobMetaKey, RunStatus
-from nvflare.apis.storage import StorageException
-from nvflare.app_common.storages.filesystem_storage import FilesystemStorage
 
 from pf2lora.errors import UserError
 from pf2lora.federation import require_nvflare
 from pf2lora.federation.flare.doubles import Connections
+from pf2lora.federation.flare.gate import guard, tell
 from pf2lora.federation.flare.keys import check_known
 from pf2lora.federation.flare.logins import RemovedPeople, in_place, keep_out
-from pf2lora.federation.protocol import audit
+from pf2lora.federation.flare.stores import (
+    AWAITS,
+    FULL,
+    JobStore,
+    SnapshotStore,
+    answer_on_a_full_disk,
+    close,
+    submitted,
+)
 from pf2lora.federation.protocol.names import is_person
+from pf2lora.federation.protocol.pauses import Pauses
 from pf2lora.federation.protocol.removals import removed
 from pf2lora.federation.protocol.run_status import (
     ALIVE,
+    CONTINUES,
     RUN,
     SITES,
     UNFINISHED,
     Status,
     append_line,
+    job_of_run,
     read_status,
-    write_status,
+    run_folder,
 )
+
+__all__ = ["JobStore", "RunResumer", "SnapshotStore"]  # kits name the stores here
 
 # Continuations without a finished round in between: of jobs that died; of sites that came back, and each of these may
 # twice before it has to wait (`presence.py`).
 TRIES, RETURNS = 3, 20
-CONTINUES, AWAITS = (
-    "pf2lora_continues",
-    "pf2lora_awaits",
-)  # in a job's description: what it continues, and with whom
-FULL = 1 << 20  # bytes: with less than that on the disk a run is not tried again
-RETURN = (
-    60.0  # seconds that a continuation waits for the sites that were there, which a restart keeps from it
-)
 STARTING = 30.0  # seconds in which FLARE's server gets the part that reads commands
+AGAIN = 60.0  # seconds between looks for a site that is heard of, and until it is served again; then twice as long
 
 
 class RunResumer(FLComponent):
@@ -65,9 +68,12 @@ class RunResumer(FLComponent):
         self.told: set[str] = set()  # removed sites that were spoken of
         self.people, self.began = RemovedPeople(self.root, self.tell_removed), time.monotonic()
         self.tries: dict[str, tuple[int, int]] = {}  # run: (finished rounds, continuations since)
+        self.looks, self.served = Pauses(), Pauses()  # at sites that are heard of; of a site and a run
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """FLARE's events: the server was started, a site was heard of, a job ended."""
+        """FLARE's events: the server was started, a site was heard of, a job ended. None that came over the network."""
+        if fl_ctx.get_prop(FLContextKey.EVENT_SCOPE) == EventScope.FEDERATION:
+            return
         if event_type == EventType.SYSTEM_START:
             self.started(fl_ctx)
         elif event_type == EventType.CLIENT_REGISTER_RECEIVED:
@@ -83,26 +89,18 @@ class RunResumer(FLComponent):
                 self.turn_away(peer.get_identity_name(), fl_ctx)
                 registered = event_type == EventType.CLIENT_REGISTER_PROCESSED
                 self.heard(peer.get_identity_name(), registered)
-                if registered:
-                    self.serve(peer.get_identity_name(), fl_ctx)
+                self.serve(peer.get_identity_name(), registered, fl_ctx)
         elif event_type == EventType.SUBMIT_JOB:
             self.check_submission(fl_ctx)
         elif event_type in (EventType.JOB_COMPLETED, EventType.JOB_ABORTED):
-            job = fl_ctx.get_prop(FLContextKey.EVENT_DATA)[JobMetaKey.JOB_ID.value]
-            for folder in sorted((self.root / "runs").glob("*")):
-                status = read_status(folder)
-                if status is not None and status.job == job:
-                    self.ended(folder, status, event_type == EventType.JOB_ABORTED, fl_ctx)
-                    self.serve_returned(status, fl_ctx)
-                else:
-                    status = read_status(folder, job)
-                if status is not None:
-                    self.tell_lead(job, status, fl_ctx)
+            self.job_ended(fl_ctx.get_prop(FLContextKey.EVENT_DATA)[JobMetaKey.JOB_ID.value], fl_ctx)
 
     def started(self, fl_ctx: FLContext) -> None:
         """What ran when the server ended runs no longer, whatever the store says; runs that were not at their end go
         on."""
         engine = fl_ctx.get_engine()
+        guard(self.root, engine)
+        answer_on_a_full_disk()
         keep_out(engine.server, self.people)
         # FLARE has read its list of removed names, and would write its own over ours, without those removed since.
         engine.server.client_manager.set_disabled_clients_file("")
@@ -114,19 +112,22 @@ class RunResumer(FLComponent):
         for job in dead:
             manager.set_status(job.job_id, RunStatus.FINISHED_ABNORMAL, fl_ctx)
         died = {job.job_id for job in dead}
-        newest: dict[str, Job] = {}
-        for job in sorted(manager.get_all_jobs(fl_ctx), key=submitted):
-            newest[job.meta[JobMetaKey.JOB_NAME.value]] = job
-        for name, job in newest.items():
-            state = job.meta[JobMetaKey.STATUS.value]
-            folder = self.root / "runs" / name
+        of_name: dict[str, list[Job]] = {}
+        for job in sorted(manager.get_all_jobs(fl_ctx), key=submitted, reverse=True):
+            of_name.setdefault(job.meta[JobMetaKey.JOB_NAME.value], []).append(job)
+        for name, jobs in of_name.items():
+            folder = run_folder(self.root, name)
             status = read_status(folder)
+            described = job_of_run([with_refusal(folder, job) for job in jobs])
+            if described is None:
+                continue
+            job_id, state = described[JobMetaKey.JOB_ID.value], described[JobMetaKey.STATUS.value]
             # Without a status: it died before it wrote one, or it is long over and its folder was cleaned up.
-            unfinished = status.state in UNFINISHED if status else job.job_id in died
+            unfinished = status.state in UNFINISHED if status else job_id in died
             if unfinished and state not in (RunStatus.SUBMITTED, RunStatus.FINISHED_ABORTED):
                 if status is not None:
                     append_line(folder, "the server was started again: the run goes on")
-                self.continue_job(job.job_id, status.present if status else [], fl_ctx)
+                self.continue_job(job_id, status.present if status else [], fl_ctx)
 
     def check_commands(self, fl_ctx: FLContext) -> None:
         """The server ends where removed people could go on: when somebody registers, as people do before they log in,
@@ -191,11 +192,15 @@ class RunResumer(FLComponent):
 
     def say(self, event: str, who: str, line: str) -> None:
         """Aloud, and in the audit log."""
-        print(f"pf2lora: {line}", file=sys.stderr, flush=True)
-        audit.record(self.root, event, **{"person" if is_person(who) else "site": who}, line=line)
+        tell(self.root, event, who, line)
 
-    def serve(self, site: str, fl_ctx: FLContext) -> None:
-        """A site that was away at the end of a run gets its last x."""
+    def serve(self, site: str, registered: bool, fl_ctx: FLContext) -> None:
+        """A site that was away at the end of a run gets its last x: when it registers, or is heard of again after its
+        link was cut."""
+        if not registered and not self.looks.over(site):
+            return
+        self.looks.clear(site)
+        self.looks.add(site, AGAIN)
         manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
         active = manager.get_jobs_by_status(
             [RunStatus.SUBMITTED, RunStatus.DISPATCHED, RunStatus.RUNNING], fl_ctx
@@ -203,7 +208,15 @@ class RunResumer(FLComponent):
         names = {job.meta[JobMetaKey.JOB_NAME.value] for job in active}
         for folder in sorted((self.root / "runs").glob("*")):
             status = read_status(folder)
-            if status and status.state == "finished" and site in status.absent and folder.name not in names:
+            pause = f"{site}/{folder.name}"
+            if (
+                status
+                and status.state == "finished"
+                and site in status.absent
+                and folder.name not in names
+                and (registered or self.served.over(pause))
+            ):
+                self.served.add(pause, AGAIN)
                 meta = self.carried(status.job, fl_ctx) | {JobMetaKey.MIN_CLIENTS.value: 1}
                 manager.clone(status.job, meta, fl_ctx)
 
@@ -215,18 +228,37 @@ class RunResumer(FLComponent):
         for site in status.absent:
             file = self.root / SITES / site
             if file.exists() and file.stat().st_mtime > began:
-                self.serve(site, fl_ctx)
+                self.serve(site, True, fl_ctx)
 
     def tell_lead(self, job: str, status: Status, fl_ctx: FLContext) -> None:
         """How a job ended, for the lead's `status`."""
         manager = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER)
-        with suppress(StorageException):  # on a full disk
-            manager.update_meta(job, {"pf2lora": asdict(status)}, fl_ctx)
+        manager.update_meta(job, {"pf2lora": asdict(status)}, fl_ctx)
 
-    def ended(self, folder: Path, status: Status, aborted: bool, fl_ctx: FLContext) -> None:
-        """The job of a run ended: continue the run, unless it is finished, was stopped, or gets nowhere."""
+    def job_ended(self, job_id: str, fl_ctx: FLContext) -> None:
+        """A job ended, or did not begin: go on with its run, and tell the lead."""
+        job = fl_ctx.get_engine().get_component(SystemComponents.JOB_MANAGER).get_job(job_id, fl_ctx)
+        if job is None:
+            return
+        state = job.meta[JobMetaKey.STATUS.value]
+        for folder in sorted((self.root / "runs").glob("*")):
+            status = read_status(folder)
+            if status is not None and status.job == job_id:
+                self.ended(folder, status, job_id, state, fl_ctx)
+                self.serve_returned(status, fl_ctx)
+            elif status is not None and state == RunStatus.FAILED_TO_RUN and goes_on_with(job, folder):
+                append_line(folder, "the run's next job could not be begun at enough of its sites")
+                self.ended(folder, status, job_id, state, fl_ctx)
+            else:
+                status = read_status(folder, job_id)
+            if status is not None:
+                self.tell_lead(job_id, status, fl_ctx)
+
+    def ended(self, folder: Path, status: Status, job: str, state: str, fl_ctx: FLContext) -> None:
+        """A job of a run ended, in FLARE's words `state`, which it tells twice where a job was stopped. Continue the
+        run, unless it is finished, was stopped, or gets nowhere."""
         again = f"`pf2lora federation resume {folder.name}` goes on"
-        if aborted and status.state in ("running", "waiting"):
+        if state == RunStatus.FINISHED_ABORTED and status.state in UNFINISHED:
             close(folder, status, "stopped", f"stopped by an administrator; {again}")
         elif status.state in UNFINISHED and shutil.disk_usage(folder).free < FULL:
             close(folder, status, "stopped", f"the disk of {folder} is full: free some space, then {again}")
@@ -240,7 +272,7 @@ class RunResumer(FLComponent):
                     folder, status, "failed", f"{most} jobs in a row finished no round; see the server's log"
                 )
             else:
-                self.continue_job(status.job, status.present, fl_ctx)
+                self.continue_job(job, status.present, fl_ctx)
 
     def continue_job(self, ended: str, sites: list[str], fl_ctx: FLContext) -> None:
         """Submit the job that ended once more, in its submitter's name, for the `sites` that were there."""
@@ -253,12 +285,15 @@ class RunResumer(FLComponent):
         return {key: job.meta[key] for key in (RUN, *(key.value for key in CARRIED)) if key in job.meta}
 
 
-def close(folder: Path, status: Status, state: str, line: str) -> None:
-    """A run goes on no more, and why; on the disk, if there is room for it."""
-    status.state, status.line = state, line
-    with suppress(OSError):
-        write_status(folder, status)
-        append_line(folder, line)
+def goes_on_with(job: Job, folder: Path) -> bool:
+    """Whether a job continues the run of a folder."""
+    return CONTINUES in job.meta and folder.name == job.meta[JobMetaKey.JOB_NAME.value]
+
+
+def with_refusal(folder: Path, job: Job) -> dict[str, Any]:
+    """A job's description, with how it ended as its own controller said it."""
+    status = read_status(folder, job.job_id)
+    return {**job.meta, "pf2lora": asdict(status) if status else None}
 
 
 def note(folder: Path, site: str) -> None:
@@ -280,35 +315,3 @@ CARRIED = (
     JobMetaKey.SUBMITTER_ORG,
     JobMetaKey.SUBMITTER_ROLE,
 )
-
-
-def submitted(job: Job) -> float:
-    """When a job was submitted."""
-    return float(job.meta.get(JobMetaKey.SUBMIT_TIME.value) or 0.0)
-
-
-class JobStore(SimpleJobDefManager):
-    """FLARE's job store, inside the server's own kit instead of the temporary folder."""
-
-    def get_jobs_to_schedule(self, fl_ctx: FLContext) -> list[Job]:
-        """Jobs that wait. A run that goes on comes before those that have not begun, and while it waits for its sites
-        nobody overtakes it."""
-        waiting: list[Job] = super().get_jobs_to_schedule(fl_ctx)
-        continued = sorted((job for job in waiting if CONTINUES in job.meta), key=submitted)
-        if not continued:
-            return waiting
-        there = {client.name for client in fl_ctx.get_engine().get_clients()}
-        late = time.time() - submitted(continued[0]) > RETURN
-        return continued[:1] if late or there.issuperset(continued[0].meta.get(AWAITS, ())) else []
-
-    def __init__(self) -> None:
-        super().__init__(uri_root=str(Path.cwd() / "store" / "jobs"))
-
-
-class SnapshotStore(FilesystemStorage):
-    """FLARE's snapshots, likewise."""
-
-    def __init__(self) -> None:
-        folder = Path.cwd() / "store" / "snapshots"
-        folder.mkdir(parents=True, exist_ok=True)
-        super().__init__(root_dir=str(folder))

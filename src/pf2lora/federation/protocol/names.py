@@ -11,7 +11,8 @@ from pf2lora.errors import UserError
 
 SITE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,62}[A-Za-z0-9])?")
 RUN = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
-RESERVED = ("server", "authority")  # the other folders beside the sites' kits; the second holds the root key
+OURS = ("server", "server_job")  # what the engine calls the server's own processes
+RESERVED = (*OURS, "authority")  # the last is the folder beside the kits that holds the root key
 LONGEST = 56  # characters of a derived name; a number may follow
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ from pf2lora.run.decode import decode
 
 SITES = "registered"  # a file per site, as old as its way to this server
 ALIVE = "alive"  # a file per site, as old as its last heartbeat
+ENDED = "ended"  # a file per site that holds the last job whose part at the site is over
 UNFINISHED = ("running", "waiting", "continue")
 RUN = "pf2lora_run"  # in a job's description: what its run needs before it begins
+CONTINUES = "pf2lora_continues"  # likewise: the job that it goes on with
+WAIT = 3600.0  # seconds below the quorum, where a job's description does not say
 STATUS, LINES, JOBS, FINAL = "status.json", "lines.jsonl", "jobs", "final.json"
 
 
@@ -46,6 +49,7 @@ class Status:
     paused: dict[str, float] = field(default_factory=dict)
     deadline: float = 0.0
     quorum: float = 0.0
+    refused: bool = False  # of a job that was not let into the run of its name
     time: float = 0.0
 
 
@@ -71,6 +75,14 @@ def read_status(folder: Path, job: str = "") -> Status | None:
         return decode(Status, read_json(file), str(file))
     except UserError:
         return None
+
+
+def job_of_run(jobs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Of the jobs under a run's name, by their descriptions and the newest first, the one that the run goes on with: it
+    began or continues one that did, and was let in. Another plan may wait under that name, or have been refused."""
+    let_in = [job for job in jobs if not (job.get("pf2lora") or {}).get("refused")]
+    began = [job for job in let_in if any(job.get(key) for key in ("start_time", "cloned_from", CONTINUES))]
+    return next(iter(began or let_in), None)
 
 
 def read_final(folder: Path) -> dict[str, dict[str, Any]]:
