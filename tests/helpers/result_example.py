@@ -147,6 +147,7 @@ def _run(
         else [],
         "resampled": {},
         "confusion": None,
+        "common_round": None,
     }
 
 

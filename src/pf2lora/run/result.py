@@ -121,6 +121,7 @@ class SeedRun:
     resampled: dict[str, Resampled] = field(default_factory=dict)  # by point, where the metric can be
     # By client: test rows by right label and by answer, of what it deploys; None: the task has no labels, or too many.
     confusion: list[list[list[int]] | None] | None = None
+    common_round: int | None = None  # of the common adapter that is kept, where validation rows choose it
 
     def at(self, point: Point) -> dict[str, OverClients] | None:
         """The final scores at a point of the round, or of what clients deploy."""

@@ -227,7 +227,7 @@ def outcomes(trial: Trial, done: Round, watched: Watched, memory: int | None) ->
         models = models_in_use(trial, done.served, done.number)
     else:
         models = deployment.models
-        common = [vector for _, vector in deployment.common] if shared else None
+        common = [best.vector for best in deployment.common] if shared else None
     memory, steps = largest(trial, memory), all_steps(trial, watched.steps)
 
     def counted() -> float | None:
@@ -283,6 +283,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
             if point in POINTS and measured and (found := measured.of(own).uncertainty())
         },
         confusion=(watched.deployed or watched.last[SERVED]).of(own).confusion or None,
+        common_round=deployment.common[s].round if deployment and deployment.common else None,
         warnings=[
             *workload.notes,
             *workload.task.notes,
