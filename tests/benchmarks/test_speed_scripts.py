@@ -50,7 +50,9 @@ def test_a_whole_run_beside_what_a_user_would_write(
         *(("pf2lora", "homlora"), ("pf2lora", "pf2lora"), ("peft", "homlora"), ("trainer", "homlora")),
     ]
     for row in (homlora, pf2lora):
-        assert row["adapters"] == 3 and 0 <= row["accuracy"] <= 1
+        assert row["adapters"] == 3 and 0 <= row["accuracy"] <= 1 <= row["evaluated"]
+        assert row["evaluation_share"] == row["evaluation_seconds"] / row["seconds"] < 1
+    assert homlora["resize_seconds"] == 0 < pf2lora["resize_share"] < pf2lora["evaluation_share"]
     assert peft["evaluation_seconds"] > 0 == trainer["evaluation_seconds"]
     for row in rows:
         assert 0 < row["steps_seconds"] < row["seconds"] and row["ms_a_step"] > 0

@@ -147,6 +147,7 @@ def _run(
         else [],
         "resampled": {},
         "confusion": None,
+        "resize_seconds": None,
         "common_round": None,
     }
 

@@ -33,6 +33,7 @@ from pf2lora.engines.room import Room
 from pf2lora.engines.share import Share, at_server, copy_first, of_everyone
 from pf2lora.engines.stepper import make_stepper
 from pf2lora.engines.steps import LocalTraining, OnStep, ignore
+from pf2lora.engines.stopwatch import Stopwatch
 from pf2lora.errors import UserError
 
 
@@ -107,6 +108,7 @@ class Round(NamedTuple):
     seconds: float
     left_out: Mapping[int, str] = MappingProxyType({})  # with the reason
     after: After = After()
+    resize_seconds: float = 0.0  # in which validation rows were asked before the steps; not among `seconds`
 
     def kept(self) -> Round:
         """This round with states of its own."""
@@ -160,12 +162,14 @@ def train(
     stepper = make_stepper(F, device, graphs=graphs)
     room.holders.add(stepper)
     rates = schedule.rates_of(len(share.here))
-    local = LocalTraining(method, F, source, schedule.steps, room, rates, device, stepper, on_step, judges)
+    resizing = Stopwatch(torch.device(device))
+    how = rates, device, stepper, on_step, judges, resizing
+    local = LocalTraining(method, F, source, schedule.steps, room, *how)
     steps_done = list(after.steps_done) or [0] * len(names)
     servers = over_tensors(lambda t: t.to(home), after.servers)
     servers = servers or tuple(method.first_server(state.x[:0, 0]) for _ in seeds)
     for number in range(after.number + 1, schedule.rounds + 1):
-        started = time.perf_counter()
+        started, resizing.seconds = time.perf_counter(), 0.0
         over_tensors(lambda own, new: own if own is new else own.copy_(new), state, served)
         federations = [
             [s * clients + k for k in participants(seed, number, clients, schedule.participation)]
@@ -210,8 +214,9 @@ def train(
             put(served, mine, stays)
         served = method.receive(served, to_learners(common, share), number)
         after = After(number, tuple(steps_done), tuple(ledger.largest), servers)
-        left_out, seconds = dict(sorted(bad.items())), time.perf_counter() - started
-        yield Round(number, chosen, stats, state, served, common, seconds, left_out, after)
+        left_out, seconds = dict(sorted(bad.items())), time.perf_counter() - started - resizing.seconds
+        figures = seconds, left_out, after, resizing.seconds
+        yield Round(number, chosen, stats, state, served, common, *figures)
 
 
 def home_of(learners: int, room: Room, device: torch.device) -> torch.device:

@@ -103,7 +103,8 @@ def run(
     ):
         started = time.perf_counter()
         records, last = round_records(trial, done, measured_rounds, watched)
-        watched.evaluation_seconds += time.perf_counter() - started
+        watched.evaluation_seconds += time.perf_counter() - started + done.resize_seconds
+        watched.resize_seconds += done.resize_seconds
         watched.note(trial, done)
         for s, (seed, record) in enumerate(zip(trial.seeds, records)):
             watched.keep(s, record)
@@ -276,6 +277,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
         flops_per_round=None,
         seconds=watched.seconds[s],
         evaluation_seconds=watched.evaluation_seconds / len(trial.seeds),
+        resize_seconds=watched.resize_seconds / len(trial.seeds),
         peak_memory_bytes=None,
         resampled={
             point: found

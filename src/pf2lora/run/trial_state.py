@@ -53,6 +53,7 @@ def summary(trial: Trial, done: Round, watched: Watched) -> dict[str, Any]:
         "seconds": watched.seconds,
         "left_out": watched.left_out,
         "evaluation_seconds": watched.evaluation_seconds,
+        "resize_seconds": watched.resize_seconds,
         "memory": largest(trial, watched.peak_memory(trial) or 0),
         "common_losses": [above(best.loss) for best in deployment.common] if deployment else [],
         "common_rounds": [best.round for best in deployment.common] if deployment else [],
@@ -237,7 +238,10 @@ def restore_watched(snapshot: Snapshot, said: dict[str, Any], trial: Trial, watc
     if trial.share.processes.first:  # they are everybody's
         watched.steps.steps.update(steps_from_json(trial, said["steps"]))
     watched.sent = [costs.Sent(*map(int, sent)) for sent in said["sent"]]
-    watched.evaluation_seconds, watched.memory = float(said["evaluation_seconds"]), int(said["memory"])
+    watched.evaluation_seconds, watched.resize_seconds = (
+        float(said[name]) for name in ("evaluation_seconds", "resize_seconds")
+    )
+    watched.memory = int(said["memory"])
 
 
 def restore_best(best: Kept, parts: Sequence[tuple[list[int], dict[str, Tensor], Any]], width: int) -> None:
