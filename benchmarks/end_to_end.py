@@ -82,7 +82,8 @@ def ours(given: argparse.Namespace, method: str) -> dict[str, Any]:
         "ms_a_step": 1000 * record.seconds / (given.rounds * result.config["training"]["steps"]),
         "evaluation_seconds": asked,
         "resize_seconds": resized,
-        "evaluation_share": asked / seconds,  # of the whole run; with the steps that clients try alone at the end
+        "evaluation_share": asked
+        / seconds,  # of the whole run; with the steps that clients try alone at the end
         "resize_share": resized / seconds,
         "evaluated": sum(r.served is not None for r in record.rounds),
         "adapters": adapters,
