@@ -73,13 +73,19 @@ def ours(given: argparse.Namespace, method: str) -> dict[str, Any]:
     (own,) = result.methods.values()
     record = own.runs[0]
     headline = next(iter(record.served))
+    asked, resized = record.evaluation_seconds or 0.0, record.resize_seconds or 0.0
     return {
         "way": "pf2lora",
         "method": method,
         "seconds": seconds,
         "steps_seconds": record.seconds,
         "ms_a_step": 1000 * record.seconds / (given.rounds * result.config["training"]["steps"]),
-        "evaluation_seconds": record.evaluation_seconds,
+        "evaluation_seconds": asked,
+        "resize_seconds": resized,
+        "evaluation_share": asked
+        / seconds,  # of the whole run; with the steps that clients try alone at the end
+        "resize_share": resized / seconds,
+        "evaluated": sum(r.served is not None for r in record.rounds),
         "adapters": adapters,
         "rounds_timed": given.rounds,
         headline: record.served[headline].mean,

@@ -1,6 +1,6 @@
 """Where a local step's time goes on an accelerator, kernel by kernel.
 
-    python benchmarks/step_profile.py --models roberta-base gpt2-medium
+    python benchmarks/step_profile.py --models roberta-base gpt2-medium --json profile.json
 
 The step is timed as a run has it, recorded (`step_time.py`), then run plainly under torch's profiler: time on the
 device by kind of kernel, and the longest kernels with how often each is called. What is between the recorded step's
@@ -11,9 +11,13 @@ of its own choice.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections import defaultdict
 from contextlib import nullcontext
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from pf2lora.adapters.layers import Adapted
+from pf2lora.atomic import write_json
 from pf2lora.engines.stepper import no_mask_while_recording
 
 ATTENTION = {
@@ -59,15 +64,19 @@ def kernels(step: Any, steps: int) -> dict[str, tuple[float, float]]:
     return {name: (us, calls) for name, (us, calls) in found.items()}
 
 
-def show(found: dict[str, tuple[float, float]], longest: int) -> None:
-    total = sum(us for us, _ in found.values())
-    kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+def by_kind(found: dict[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
+    """Milliseconds and calls of each kind of kernel in one step, the longest first."""
+    kinds: dict[str, dict[str, float]] = defaultdict(lambda: {"ms": 0.0, "calls": 0.0})
     for name, (us, calls) in found.items():
-        kinds[kind_of(name)][0] += us
-        kinds[kind_of(name)][1] += calls
-    print(f"  kernels {total / 1000:.2f} ms a step")
-    for kind, (us, calls) in sorted(kinds.items(), key=lambda item: -item[1][0]):
-        print(f"  {us / 1000:8.2f} ms {calls:6.0f} calls  {kind}")
+        kinds[kind_of(name)]["ms"] += us / 1000
+        kinds[kind_of(name)]["calls"] += calls
+    return dict(sorted(kinds.items(), key=lambda item: -item[1]["ms"]))
+
+
+def show(found: dict[str, tuple[float, float]], longest: int) -> None:
+    print(f"  kernels {sum(us for us, _ in found.values()) / 1000:.2f} ms a step")
+    for kind, of_kind in by_kind(found).items():
+        print(f"  {of_kind['ms']:8.2f} ms {of_kind['calls']:6.0f} calls  {kind}")
     for name, (us, calls) in sorted(found.items(), key=lambda item: -item[1][0])[:longest]:
         print(f"    {us / 1000:8.3f} ms {calls:5.0f} x {us / calls:7.1f} us  {name[:150]}")
 
@@ -80,7 +89,10 @@ def copied(bind: Any) -> Any:
     return bound
 
 
-def measure(model: str, method: str, clients: int, attention: str, options: argparse.Namespace) -> None:
+def measure(
+    model: str, method: str, clients: int, attention: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    """A row: the recorded step's time, its share of the ceiling, and, where they were asked for, its kernels."""
     device = torch.device("cuda")
     work = Workload(SHAPES[model], clients, device, rows=2 * SHAPES[model].batch)
     work.to("bfloat16")
@@ -101,15 +113,23 @@ def measure(model: str, method: str, clients: int, attention: str, options: argp
         print(
             f"{model} {method} {clients} clients, {attention} attention: {ms:.2f} ms, {share:.0%}", flush=True
         )
+        row = {
+            **{"model": model, "method": method, "clients": clients, "attention": attention},
+            **{name: getattr(options, name) for name in ("uncompiled", "copied", "tuned")},
+            **{"ms": ms, "share": share, "ceiling_tflops": options.ceiling},
+        }
         if options.longest:
             first = start(trial)
             with no_mask_while_recording():  # as the recorded step is made
                 trial.method.step(trial.F, first, *batches)
-                show(kernels(lambda: trial.method.step(trial.F, first, *batches), 3), options.longest)
+                found = kernels(lambda: trial.method.step(trial.F, first, *batches), 3)
+            show(found, options.longest)
+            row["kernels"] = by_kind(found)
     trial.model.remove()
+    return row
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -124,7 +144,10 @@ def main() -> None:
     )
     parser.add_argument("--longest", type=int, default=25, help="so many kernels by name; 0: times alone")
     parser.add_argument("--repeat", type=int, default=20)
-    options = parser.parse_args()
+    parser.add_argument(
+        "--json", type=Path, help="write the rows here, after each; those that are there stay"
+    )
+    options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("no accelerator: torch sees no CUDA device")
     if options.copied:
@@ -132,13 +155,19 @@ def main() -> None:
     torch._inductor.config.coordinate_descent_tuning = options.tuned
     with float32_products("high"):
         options.ceiling = ceiling(torch.bfloat16, torch.device("cuda")) / 1e12
-        where = f"{machine(torch.device('cuda'))}, {versions('torch', 'transformers')}"
-        print(f"{where}; a square product {options.ceiling:.0f} TFLOP/s")
-        for model in options.models:
-            for clients in options.clients:
-                for method in options.methods:
-                    for attention in options.attention:
-                        measure(model, method, clients, attention, options)
+        about = {
+            "machine": machine(torch.device("cuda")),
+            "versions": versions("torch", "transformers"),
+            "day": datetime.now(UTC).date().isoformat(),
+        }
+        print(f"{about}; a square product {options.ceiling:.0f} TFLOP/s")
+        rows = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+        for asked in product(options.models, options.clients, options.methods, options.attention):
+            model, clients, method, attention = asked
+            rows.append(measure(model, method, clients, attention, options) | about)
+            if options.json:
+                write_json(options.json, rows)
+    return rows
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ ROOMS = {  # each room with those that it may look into; everybody may use what 
     "report": {"methods", "run", "tasks"},
     "reproduce": {"core", "data", "engines", "methods", "adapters", "run"},
     "federation": {"core", "data", "engines", "adapters", "methods", "tasks", "run", "report"},
-    "serve": {"data", "adapters", "engines", "tasks", "run"},
+    "serve": {"core", "data", "adapters", "engines", "tasks", "run"},
     "cli": {"data", "methods", "tasks", "run", "report", "reproduce", "federation", "adapters", "serve"},
 }
 BESIDE = {"folder_lock", "errors", "settings", "registry", "atomic", "parsing"}

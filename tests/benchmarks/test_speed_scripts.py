@@ -23,7 +23,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def scripts() -> dict[str, ModuleType]:
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        return {name: importlib.import_module(name) for name in ("compile_cost", "end_to_end", "float8")}
+        return {
+            name: importlib.import_module(name)
+            for name in ("compile_cost", "end_to_end", "float8", "step_profile")
+        }
     finally:
         sys.path.remove(str(BENCHMARKS))
 
@@ -50,10 +53,38 @@ def test_a_whole_run_beside_what_a_user_would_write(
         *(("pf2lora", "homlora"), ("pf2lora", "pf2lora"), ("peft", "homlora"), ("trainer", "homlora")),
     ]
     for row in (homlora, pf2lora):
-        assert row["adapters"] == 3 and 0 <= row["accuracy"] <= 1
+        assert row["adapters"] == 3 and 0 <= row["accuracy"] <= 1 <= row["evaluated"]
+        assert row["evaluation_share"] == row["evaluation_seconds"] / row["seconds"] < 1
+    assert homlora["resize_seconds"] == 0 < pf2lora["resize_share"] < pf2lora["evaluation_share"]
     assert peft["evaluation_seconds"] > 0 == trainer["evaluation_seconds"]
     for row in rows:
         assert 0 < row["steps_seconds"] < row["seconds"] and row["ms_a_step"] > 0
+
+
+def test_a_profile_keeps_its_rows(
+    scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without an accelerator, whose steps are not measured: what is written down, and that a second call
+    leaves the first one's rows."""
+    profile, file = scripts["step_profile"], tmp_path / "rows.json"
+    kernels = {"nvjet_tst": (2000.0, 4.0), "ampere_gemm": (500.0, 2.0), "triton_poi_fused": (1500.0, 3.0)}
+    kinds = {
+        "products": {"ms": 2.5, "calls": 6.0},
+        "compiled elementwise": {"ms": 1.5, "calls": 3.0},
+    }
+    assert list(profile.by_kind(kernels).items()) == list(kinds.items())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(profile, "ceiling", lambda dtype, device: 8e14)
+    monkeypatch.setattr(profile, "machine", lambda device: {"device": "H200"})
+    monkeypatch.setattr(
+        profile, "measure", lambda model, method, clients, *_: {"model": model, "of": [method, clients]}
+    )
+    asked = ["--methods", "homlora", "pf2lora", "--clients", "8", "32", "--json", str(file)]
+    rows = profile.main(asked)
+    assert [row["of"] for row in rows] == [["homlora", 8], ["pf2lora", 8], ["homlora", 32], ["pf2lora", 32]]
+    assert rows[0]["machine"] == {"device": "H200"} and rows[0]["versions"] and rows[0]["day"]
+    assert profile.main(["--models", "gpt2-medium", "--json", str(file)])[:4] == rows
+    assert [row["model"] for row in json.loads(file.read_text())] == ["roberta-base"] * 4 + ["gpt2-medium"]
 
 
 def test_compiling_has_a_row_for_each_length_with_what_repays_it(

@@ -11,8 +11,9 @@ import torch
 from tiny import build, tiny_problem
 from torch import Tensor
 
+from pf2lora.core.failures import ran_out
 from pf2lora.engines.local import Schedule, home_of, train
-from pf2lora.engines.room import NoRoom, Room, ran_out
+from pf2lora.engines.room import NoRoom, Room
 from pf2lora.engines.stepper import GraphStepper
 from pf2lora.engines.steps import Step
 from pf2lora.errors import UserError

@@ -20,10 +20,10 @@ from little_world import World
 
 import pf2lora
 from pf2lora import cli
-from pf2lora.engines import local
+from pf2lora.engines import local, stopwatch
 from pf2lora.run import comparison, costs, folder, trial
 
-CLOCK_FIELDS = ("created", "seconds", "evaluation_seconds", "peak_memory_bytes")
+CLOCK_FIELDS = ("created", "seconds", "evaluation_seconds", "resize_seconds", "peak_memory_bytes")
 """All that may differ in result.json after an interruption; in metrics.jsonl it is `time` and `seconds`."""
 
 COMPARISON: dict[str, Any] = {
@@ -48,7 +48,7 @@ def clocks_standing_still() -> Iterator[None]:
     still = SimpleNamespace(perf_counter=lambda: 0.0, time=lambda: 0.0)
     noon = SimpleNamespace(now=lambda zone: datetime(2026, 1, 1, 12, tzinfo=UTC))
     with ExitStack() as stack:
-        for module in (local, trial, folder):
+        for module in (local, stopwatch, trial, folder):
             stack.enter_context(patch.object(module, "time", still))
         stack.enter_context(patch.object(comparison, "datetime", noon))
         stack.enter_context(patch.object(costs, "peak_memory", lambda device: 1))

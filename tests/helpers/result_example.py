@@ -147,6 +147,8 @@ def _run(
         else [],
         "resampled": {},
         "confusion": None,
+        "resize_seconds": None,
+        "common_round": None,
     }
 
 

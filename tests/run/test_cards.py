@@ -10,6 +10,7 @@ import yaml
 from little_world import FAST, SECRETS, World, command_line, make_world, opened, sentences, write_jsonl
 
 import pf2lora
+from pf2lora.run import trial
 from pf2lora.run.cards import CARD
 from pf2lora.run.numbers import score
 from pf2lora.run.onboarding import onboard
@@ -64,6 +65,37 @@ def test_a_card_tells_neither_texts_nor_other_clients_nor_places(world: World) -
         assert found["pipeline_tag"] == "text-classification" and "base_model" not in found
 
 
+def test_a_card_says_how_long_was_trained_and_of_which_round_the_adapter_is(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that stops early: not the rounds that were asked for. The first of three rounds is made the best one on the
+    validation rows, for the clients and for the common adapter."""
+    worse, looked = iter([0.0, 1.0, 1.0]), trial.Deployment.look
+
+    def look(self: Any, *args: Any) -> Any:
+        more, original = next(worse), self.judge
+        self.judge = lambda *models: original(*models) + more
+        try:
+            return looked(self, *args)
+        finally:
+            self.judge = original
+
+    monkeypatch.setattr(trial.Deployment, "look", look)
+    settings = FAST | {"rounds": 30, "evaluate_every": 1, "patience": 2, "validation_ratio": 0.2}
+    settings |= {"personal_steps": 0}
+    result = pf2lora.federate(**world.settings(**settings, method=["homlora"], out=tmp_path / "run"))
+    (run,) = result.methods["homlora"].runs
+    assert run.choices is not None and run.common_round == 1
+    assert [record.round for record in run.rounds] == [1, 2, 3]
+    cards = {card.parent.name: card.read_text() for card in (tmp_path / "run").rglob(CARD)}
+    assert all("| training | 3 rounds of " in text for text in cards.values())
+    assert "| holds | what all clients share, round 1 of 3: chosen by" in cards["common"]
+    assert "after the last round (3); that of round 1, this one, was not measured." in cards["common"]
+    for client, choice in zip(result.clients, run.choices):
+        assert f", round {choice.round} of 3: chosen on" in cards[client.name]
+    assert 1 in {choice.round for choice in run.choices}
+
+
 def test_a_base_model_of_the_hub_is_named_and_the_snippet_compiles(world: World) -> None:
     from dataclasses import replace
 
@@ -73,7 +105,7 @@ def test_a_base_model_of_the_hub_is_named_and_the_snippet_compiles(world: World)
     config = read_config(world.root / "run")
     config = replace(config, model=replace(config.model, name="FacebookAI/roberta-base"))
     peft = {"r": 10, "target_modules": ["a"], "modules_to_save": None, "task_type": "CAUSAL_LM"}
-    about = cards.About("A | B", "3 rows", {"this adapter": {"accuracy": None}}, "On it", "served")
+    about = cards.About("A | B", "3 rows", {"this adapter": {"accuracy": None}}, "On it", "served", 3)
     text = cards.card(
         config, "homlora", about, pf2lora.load_result(world.root / "run").metrics, "2026-11-16", peft
     )
@@ -92,6 +124,7 @@ def test_newcomers_and_exports_have_theirs(
     text = (run / "methods" / "pf2lora" / "clients" / "east" / CARD).read_text()
     shown = score(record.deploy["accuracy"], pf2lora.load_result(run).metrics["accuracy"])
     assert f"| accuracy in % | {shown} |" in text and f"{record.client.train} rows" in text
+    assert "| training | 1 round of " in text  # its own, not the run's
     out = tmp_path / "out"
     code, _, _ = command_line(
         monkeypatch, capsys, "export", run, "--method", "pf2lora", "--client", "east", "--out", out

@@ -53,10 +53,10 @@ def test_about_ten_rounds_are_measured_and_the_last_always(
 
 def test_costly_evaluations_are_fewer() -> None:
     assert measured_rounds(20, None) == set(range(2, 21, 2))
-    assert measured_rounds(20, None, cost=2.0) == set(range(2, 21, 2))
-    assert measured_rounds(20, None, cost=4.0) == {4, 8, 12, 16, 20}
-    assert measured_rounds(20, None, cost=100.0) == {20}
-    assert measured_rounds(20, 5, cost=100.0) == {5, 10, 15, 20}  # as somebody said
+    assert measured_rounds(20, None, times=5) == {4, 8, 12, 16, 20}
+    assert measured_rounds(20, None, times=3) == {7, 14, 20}
+    assert measured_rounds(20, None, times=1) == {20}
+    assert measured_rounds(20, 5, times=1) == {5, 10, 15, 20}  # as somebody said
 
 
 # ---- with which model ----

@@ -5,19 +5,15 @@ from __future__ import annotations
 import io
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from little_world import FAST, World, command_line, make_world
 from terminal import on_a_terminal, plain
 
 import pf2lora
 from pf2lora.run import plain_log
-from pf2lora.run.cadence import evaluation_cost, rounds_to_evaluate, said_aloud
-from pf2lora.run.config import from_settings
 from pf2lora.run.events import (
     Event,
     MethodEnded,
@@ -32,7 +28,6 @@ from pf2lora.run.progress import shown
 from pf2lora.run.result import RoundRecord
 from pf2lora.run.screen import Screen
 from pf2lora.run.status import Status
-from pf2lora.run.workload import load_workload
 from pf2lora.tasks.settings import Metric
 
 ACCURACY = Metric("accuracy")
@@ -274,27 +269,6 @@ def test_a_callback_that_fails_fails_the_run(world: World) -> None:
 
     with pytest.raises(ValueError, match="enough"):
         pf2lora.federate(**world.settings(), callbacks=[stop], log="none")
-
-
-# --- how often a run is evaluated --------------------------------------------------------------------------
-
-
-def test_evaluation_has_its_share_of_a_run_counted_in_rows(world: World, monkeypatch: Any) -> None:
-    changes: dict[str, Any] = {"rounds": 20, "steps": 1, "batch_size": 4, "test_ratio": 0.8}
-    config = from_settings(world.settings(**changes))
-    workload = load_workload(config)
-    rows = sum(len(client.test) for client in workload.clients)
-    monkeypatch.setattr("pf2lora.run.cadence.FEW_ROWS", 2 * rows + 1)
-    assert evaluation_cost(workload) == 0 and said_aloud(workload) == config
-    monkeypatch.setattr("pf2lora.run.cadence.FEW_ROWS", 10)
-    rounds = 2 * rows / (3 * 3 * 4)  # as much as an evaluation passes through the model
-    assert evaluation_cost(workload) == pytest.approx(4 * rounds)  # one part in five on a CPU
-    assert rounds_to_evaluate(workload) == {20}
-    assert said_aloud(workload).training.evaluate_every == 20  # for a rehearsal's server, which sees no rows
-    without = load_workload(from_settings(world.settings(**changes, evaluate_before=False)))
-    assert evaluation_cost(without) == pytest.approx(2 * rounds)
-    elsewhere = replace(workload, device=torch.device("cuda"))
-    assert evaluation_cost(elsewhere) == pytest.approx(9 * rounds)  # one in ten on an accelerator
 
 
 def test_what_is_before_averaging_can_be_left_out(world: World) -> None:

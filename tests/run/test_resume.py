@@ -211,6 +211,7 @@ def test_clocks_are_all_that_differs_and_are_summed(
     )
     for module in ("pf2lora.engines.local.time", "pf2lora.run.trial.time", "pf2lora.run.folder.time"):
         monkeypatch.setattr(module, clock)
+    monkeypatch.setattr("pf2lora.engines.stopwatch.time", type("Still", (), {"perf_counter": lambda: 0.0}))
     settings, out = world.settings(**SMALL), tmp_path / "run"
     expected = json.loads(unbroken(out, settings)["result.json"])
     with pytest.raises(Killed), killed_at(2):

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from broken_runs import clocks_standing_still, contents, same, unbroken
 from little_world import World, flags, make_world
 from several_processes import in_processes, launched, started
 from tiny_tasks import write_generation_task, write_question_task
@@ -227,6 +228,25 @@ def test_the_first_process_speaks_and_writes(world: World, tmp_path: Path) -> No
     assert load_result(tmp_path / "run").machine["processes"] == 2
     codes, _ = launched(2, lambda rank: command(rank, *args, "--resume", place=tmp_path))
     assert codes == [0, 0] and "nothing is left to do" in "".join(said(tmp_path, 2)[0])
+
+
+def test_a_launched_process_alone_is_one_that_nobody_launched(world: World, tmp_path: Path) -> None:
+    """As `torchrun --nproc-per-node 1`: every file of the run folder to the last byte, also where a server sees the
+    rows that were sent or keeps something."""
+    out = tmp_path / "run"
+    methods = {"method": ["pf2lora", "hetlora", "scaffold"], "client_lr": "auto"}
+    settings = world.settings(**SETTINGS | methods)
+
+    def work(rank: int) -> bool:
+        pf2lora.federate(**settings, out=out)
+        return all(name in os.environ for name in launch.LAUNCHED)
+
+    with clocks_standing_still():
+        expected = unbroken(out, settings)
+        codes, were_launched = launched(1, work)
+    assert codes == [0] and were_launched == [True]
+    same(contents(out), expected)
+    assert {"result.json", "metrics.jsonl"} < expected.keys()
 
 
 def test_bad_input_is_one_line_from_one_process(world: World, tmp_path: Path) -> None:

@@ -23,7 +23,12 @@ from pf2lora.run.warnings import training_warnings
 from pf2lora.run.watched import Stopper
 
 VALIDATED: dict[str, Any] = {"validation_ratio": 0.2, "client_lr": "auto"}
-OWN_COSTS = ("seconds", "evaluation_seconds", "peak_memory_bytes")  # of a machine, not of the numbers
+OWN_COSTS = (
+    "seconds",
+    "evaluation_seconds",
+    "resize_seconds",
+    "peak_memory_bytes",
+)  # of a machine, not of the numbers
 
 
 @pytest.fixture(scope="module")

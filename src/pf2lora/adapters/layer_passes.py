@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,12 +36,15 @@ def stacked_layers(model: nn.Module, adapted: Iterable[str]) -> list[nn.Module]:
     return [layer for found in lists.values() for layer in found]
 
 
-def allow_shapes(lengths: int) -> None:
+def prepare_compiler(lengths: int) -> None:
     """Let torch compile a pass for batches of so many lengths: beyond its limit it would run them as they are, and not
-    say so."""
+    say so. The gradient's part is compiled with the pass and not when it is first taken, where a compiler that fails at
+    it would end the step."""
     shapes, limits = max(SHAPES, SHAPES_PER_LENGTH * lengths), torch._dynamo.config
     limits.recompile_limit = max(shapes, limits.recompile_limit)
     limits.accumulated_recompile_limit = max(4 * shapes, limits.accumulated_recompile_limit)
+    if hasattr(functorch_config, "force_non_lazy_backward_lowering"):  # not in older versions of torch
+        functorch_config.force_non_lazy_backward_lowering = True
 
 
 def set_passes(layer: nn.Module, *, repeated: bool, compiled: bool) -> None:

@@ -6,6 +6,7 @@ as (M, b·T, n) and multiplies it with the stacked adapters.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -28,16 +29,20 @@ from pf2lora.adapters.architectures import (
 )
 from pf2lora.adapters.base_model import fresh_parameters
 from pf2lora.adapters.first_state import factor_entries, first_values
-from pf2lora.adapters.layer_passes import allow_shapes, set_passes, stacked_layers
+from pf2lora.adapters.layer_passes import prepare_compiler, set_passes, stacked_layers
 from pf2lora.adapters.layers import Adapted, ClientLinear, Part, Projection, aligned, precision, sizes
 from pf2lora.adapters.output_layer import output_layer, target_losses
 from pf2lora.adapters.spec import ALL_LINEAR, AdapterSpec
 from pf2lora.adapters.targets import find_targets, split_parts
 from pf2lora.core.factors import down, up
+from pf2lora.core.failures import compiler_failed
 from pf2lora.core.layout import Entry, Layout
 from pf2lora.core.randomness import generator
 from pf2lora.core.second_order import is_differentiated_twice
-from pf2lora.errors import UserError
+from pf2lora.errors import UserError, one_line
+
+logger = logging.getLogger("pf2lora")
+NOT_COMPILED = "its_compiler_failed"  # an attribute of the base model, which is adapted anew for every method
 
 
 class TwoLevelModel:
@@ -163,7 +168,7 @@ class TwoLevelModel:
 
         The mask tells the tokens from the padding on their right; None: there is no padding.
         """
-        return self._run(self.model, common, personal, attention_mask, key, inputs)
+        return self._passed(lambda: self._run(self.model, common, personal, attention_mask, key, inputs))
 
     def token_losses(
         self,
@@ -183,12 +188,32 @@ class TwoLevelModel:
         inputs["use_cache"] = False
         if examples is not None:
             attention_mask = packed_mask(examples, self.dtype)
-        if self.output_layer is None:
-            logits = self._run(self.model, common, personal, attention_mask, key, inputs).logits
+        layer = self.output_layer
+        if layer is None:
+            logits = self(common, personal, attention_mask=attention_mask, key=key, **inputs).logits
             flat = logits.flatten(0, 1).to(counted.dtype)
             return cross_entropy(flat, following.flatten(), reduction="none").view_as(counted) * counted
-        output = self._run(self.model.base_model, common, personal, attention_mask, key, inputs)
-        return target_losses(self.output_layer, output.last_hidden_state, following, counted, most)
+
+        def losses() -> Tensor:
+            output = self._run(self.model.base_model, common, personal, attention_mask, key, inputs)
+            return target_losses(layer, output.last_hidden_state, following, counted, most)
+
+        found: Tensor = self._passed(losses)
+        return found
+
+    def _passed(self, run: Callable[[], Any]) -> Any:
+        """What a pass gives. Where the compiler fails, it is run as it is, and so are those that follow."""
+        try:
+            return run()
+        except Exception as error:
+            if not ((self.compiled or self.compiles_layers) and compiler_failed(error)):
+                raise
+            failed = one_line(str(error).partition("\n\n")[0])[:300]  # advice follows, and commands' outputs
+        logger.warning("the compiler failed, so that passes are run as they are: %s", failed)
+        setattr(self.model, NOT_COMPILED, True)
+        self.compiled, self.compiles_layers = {}, False
+        self._set_passes()
+        return run()
 
     def _run(
         self,
@@ -203,9 +228,7 @@ class TwoLevelModel:
         length = inputs["input_ids"].shape[1]
         mask = attention_mask
         if mask is None or mask.dim() < 4:  # else it is ready-made
-            mask = needed_mask(
-                self.architecture, attention_mask, self.dtype, common.device, length=length, fused=fused
-            )
+            mask = needed_mask(self.architecture, mask, self.dtype, common.device, length=length, fused=fused)
         ready: Tensor | dict[str, Tensor] | None = mask
         if self.architecture.attention == "causal":
             inputs = {"use_cache": False} | dict(inputs)  # layers that are run again would fill it twice
@@ -218,8 +241,10 @@ class TwoLevelModel:
     def compile(self, lengths: int = 1) -> None:
         """Let torch compile the passes whose gradient is taken: fused kernels, after some seconds for each shape of a
         batch, of which there are so many `lengths`. Of a language model, which may be deep, one layer is compiled for
-        all."""
-        allow_shapes(lengths)
+        all. Not where that has failed before."""
+        if getattr(self.model, NOT_COMPILED, False):
+            return
+        prepare_compiler(lengths)
         if self.architecture.attention == "causal":
             self.compiles_layers = True
             self._set_passes()
@@ -249,10 +274,10 @@ class TwoLevelModel:
             self.output_layer.set_passes(compiled=self.compiles_layers)
         for layer in stacked_layers(self.model, self.adapted):
             set_passes(layer, repeated=self.repeats_layers, compiled=self.compiles_layers)
-        for (
-            layer
-        ) in self.adapted.values():  # what a layer hands to another is beyond a compiler that repeats it
-            layer.hands_over = not (self.repeats_layers and (self.compiles_layers or self.compiled))
+        # What a layer hands to another is beyond a compiler that repeats it.
+        hands_over = not (self.repeats_layers and (self.compiles_layers or self.compiled))
+        for layer in self.adapted.values():
+            layer.hands_over = hands_over
 
     @contextmanager
     def bound(self, common: Tensor, personal: Tensor, key: Tensor | None = None) -> Iterator[PreTrainedModel]:

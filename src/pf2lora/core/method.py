@@ -273,6 +273,11 @@ class Method(ABC):
         and (`serving`) before it is used or measured."""
         return s
 
+    @classmethod
+    def resize_passes(cls, settings: Mapping[str, Any], *, serving: bool = False) -> int:
+        """How often `resize` passes a validation row through the model, with these values of the method's fields."""
+        return 0
+
     def personal(self, F: Loss, s: State, *batches: Any) -> tuple[Tensor, Tensor]:
         """The (x, y) a client is measured with; `batches` are from its training data."""
         return s.x, s.y

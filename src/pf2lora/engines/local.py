@@ -32,7 +32,8 @@ from pf2lora.engines.rates import Rates
 from pf2lora.engines.room import Room
 from pf2lora.engines.share import Share, at_server, copy_first, of_everyone
 from pf2lora.engines.stepper import make_stepper
-from pf2lora.engines.steps import LocalTraining, OnStep, ignore
+from pf2lora.engines.steps import LocalTraining, OnStep, Trained, ignore
+from pf2lora.engines.stopwatch import Stopwatch
 from pf2lora.errors import UserError
 
 
@@ -107,6 +108,7 @@ class Round(NamedTuple):
     seconds: float
     left_out: Mapping[int, str] = MappingProxyType({})  # with the reason
     after: After = After()
+    resize_seconds: float = 0.0  # in which validation rows were asked before the steps; not among `seconds`
 
     def kept(self) -> Round:
         """This round with states of its own."""
@@ -148,70 +150,121 @@ def train(
     names, sizes = share.everyone(source.names), share.everyone(source.sizes)
     if not names or min(sizes) == 0:
         raise UserError("a run needs at least one client, and every client at least one training row")
-    clients, here = share.clients, share.learners(len(seeds))
+    here, after = share.learners(len(seeds)), after or After()
     room = room or Room(schedule.clients_per_pass)
-    after = after or After()
     compare = schedule.compare_updates
-    ledger = UpdateLedger(len(names), clients, compare=compare, largest=after.largest, numbers=here)
+    ledger = UpdateLedger(len(names), share.clients, compare=compare, largest=after.largest, numbers=here)
     first = state
     home = home_of(len(here), room, torch.device(device))
     state = over_tensors(lambda t: own_copy(t, home, waits_for=torch.device(device)), state)
     served = state
-    stepper = make_stepper(F, device, graphs=graphs)
+    stepper, resizing = make_stepper(F, device, graphs=graphs), Stopwatch(torch.device(device))
     room.holders.add(stepper)
-    rates = schedule.rates_of(len(share.here))
-    local = LocalTraining(method, F, source, schedule.steps, room, rates, device, stepper, on_step, judges)
+    how = schedule.rates_of(len(share.here)), device, stepper, on_step, judges, resizing
+    local = LocalTraining(method, F, source, schedule.steps, room, *how)
     steps_done = list(after.steps_done) or [0] * len(names)
     servers = over_tensors(lambda t: t.to(home), after.servers)
     servers = servers or tuple(method.first_server(state.x[:0, 0]) for _ in seeds)
     for number in range(after.number + 1, schedule.rounds + 1):
-        started = time.perf_counter()
+        started, resizing.seconds = time.perf_counter(), 0.0
         over_tensors(lambda own, new: own if own is new else own.copy_(new), state, served)
-        federations = [
-            [s * clients + k for k in participants(seed, number, clients, schedule.participation)]
-            for s, seed in enumerate(seeds)
-        ]
-        chosen = [i for federation in federations for i in federation]
-        expected = [len(federation) for federation in federations]
-        starts = [
-            common_start(method, take(state, share.places(federation) or [share.own(s).start]), number)
-            for s, federation in enumerate(federations if schedule.privacy else ())
-        ]
-        with share.processes.together():
-            training = share.places(chosen) if share.trains else []
-            trained = local.round(number, state, training, [steps_done[i] for i in here], ledger)
-        trained = of_everyone(share, trained, ledger, state.x)
-        copy_first(share, state)
-        bad = trained.bad
-        for i in chosen:
+        asked = federations_of(schedule, share, number)
+        starts = starts_of(method, state, asked, share, number) if schedule.privacy else []
+        trained = trained_by_all(local, state, asked, share, steps_done, ledger, number)
+        for i in joined_up(asked):
             steps_done[i] += schedule.steps
         if late := ledger.close():  # in a federation's first round: nobody has moved yet
             put(state, share.places(late), take(first, share.places(late)))
-            bad |= late
-        check_enough(bad, federations, names, number, schedule.max_bad)
-        federations = list(without(federations, bad))
-        chosen = [i for federation in federations for i in federation]
+            trained.bad.update(late)
+        check_enough(trained.bad, asked, names, number, schedule.max_bad)
+        federations = list(without(asked, trained.bad))
+        chosen = joined_up(federations)
         mine = share.places(chosen)
-        stats, leaving = trained.of(chosen), take(state, mine)
+        leaving = take(state, mine)
         stays, sent = method.send(leaving, number)
         updates = by_server(sent, federations, share, sizes, schedule.weighting, number)
-        if schedule.privacy is not None:
-            of_each = zip(updates, starts, expected, seeds)
-            updates = [noisy(schedule.privacy, *own, share.processes) for own in of_each]
-        else:
-            updates = [at_server(share, method, own) for own in updates]
-        answers, servers = zip(*(method.merge(own, server) for own, server in zip(updates, servers)))
-        common = torch.stack(answers)
-        if method.needs_rows:  # the same bits for all, whatever a decomposition gives on each machine
-            share.processes.copy_first(common)
+        updates = protected(schedule, method, updates, starts, [len(f) for f in asked], share)
+        common, servers = merged(method, updates, servers, share)
         served = state
         if stays is not leaving:  # what a method prunes as it sends is not part of `before`
             served = over_tensors(torch.clone, state)
             put(served, mine, stays)
         served = method.receive(served, to_learners(common, share), number)
         after = After(number, tuple(steps_done), tuple(ledger.largest), servers)
-        left_out, seconds = dict(sorted(bad.items())), time.perf_counter() - started
-        yield Round(number, chosen, stats, state, served, common, seconds, left_out, after)
+        stats, left_out = trained.of(chosen), dict(sorted(trained.bad.items()))
+        seconds = time.perf_counter() - started - resizing.seconds
+        figures = seconds, left_out, after, resizing.seconds
+        yield Round(number, chosen, stats, state, served, common, *figures)
+
+
+def federations_of(schedule: Schedule, share: Share, number: int) -> list[list[int]]:
+    """The learners that take part in round `number`, seed by seed."""
+    clients = share.clients
+    return [
+        [s * clients + k for k in participants(seed, number, clients, schedule.participation)]
+        for s, seed in enumerate(schedule.seeds)
+    ]
+
+
+def joined_up(federations: Sequence[Sequence[int]]) -> list[int]:
+    """The learners of all of them."""
+    return [i for federation in federations for i in federation]
+
+
+def starts_of(
+    method: Method, state: State, federations: Sequence[Sequence[int]], share: Share, number: int
+) -> list[Tensor]:
+    """Where each federation's participants begin, which noise is put on the change from."""
+    return [
+        common_start(method, take(state, share.places(federation) or [share.own(s).start]), number)
+        for s, federation in enumerate(federations)
+    ]
+
+
+def trained_by_all(
+    local: LocalTraining,
+    state: State,
+    federations: Sequence[Sequence[int]],
+    share: Share,
+    steps_done: Sequence[int],
+    ledger: UpdateLedger,
+    number: int,
+) -> Trained:
+    """The local steps of round `number`, written over `state`, and what those of all processes tell."""
+    with share.processes.together():
+        training = share.places(joined_up(federations)) if share.trains else []
+        here = share.learners(len(federations))
+        trained = local.round(number, state, training, [steps_done[i] for i in here], ledger)
+    trained = of_everyone(share, trained, ledger, state.x)
+    copy_first(share, state)
+    return trained
+
+
+def protected(
+    schedule: Schedule,
+    method: Method,
+    updates: Sequence[Updates],
+    starts: Sequence[Tensor],
+    expected: Sequence[int],
+    share: Share,
+) -> list[Updates]:
+    """What each server gets of all processes: with noise, by the number of participants that were `expected`, where the
+    run is private."""
+    if schedule.privacy is None:
+        return [at_server(share, method, own) for own in updates]
+    of_each = zip(updates, starts, expected, schedule.seeds)
+    return [noisy(schedule.privacy, *own, share.processes) for own in of_each]
+
+
+def merged(
+    method: Method, updates: Sequence[Updates], servers: Sequence[Any], share: Share
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """The servers' answers, and what they keep."""
+    answers, servers = zip(*(method.merge(own, server) for own, server in zip(updates, servers)))
+    common = torch.stack(answers)
+    if method.needs_rows:  # the same bits for all, whatever a decomposition gives on each machine
+        share.processes.copy_first(common)
+    return common, tuple(servers)
 
 
 def home_of(learners: int, room: Room, device: torch.device) -> torch.device:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pf2lora.engines.room import ran_out
+from pf2lora.core.failures import ran_out
 from pf2lora.errors import UserError, one_line
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -12,13 +11,11 @@ from weakref import WeakSet
 
 import torch
 
+from pf2lora.core.failures import ran_out
 from pf2lora.errors import UserError
 
 logger = logging.getLogger("pf2lora")
 T = TypeVar("T")
-
-# As torch and its libraries say it, of a device's memory and of the host's, where the error is no kind of its own.
-OUT_OF_MEMORY = ("out of memory", "not enough memory", "STATUS_ALLOC_FAILED")
 
 
 class Holder(Protocol):
@@ -117,29 +114,6 @@ def attempt(run: Callable[..., T], *args: object) -> tuple[T] | None:
         if not ran_out(error):
             raise
         return None
-
-
-def ran_out(error: BaseException) -> bool:
-    """Whether memory has ended, on the device or on the host: by the error's kind or its line, or those of the errors
-    that it came after, as when a recording is broken off."""
-    for each in errors_of(error):
-        line = (str(each).splitlines() or [""])[0]
-        said = isinstance(each, RuntimeError) and any(words in line for words in OUT_OF_MEMORY)
-        if said or isinstance(each, torch.OutOfMemoryError | MemoryError):
-            return True
-    return False
-
-
-def errors_of(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it came after, the first one last. What was being handled when all of it began is none
-    of them."""
-    here = {frame for frame, _ in traceback.walk_tb(error.__traceback__)}
-    yield error
-    while before := error.__cause__ or error.__context__:
-        if here and here.isdisjoint(frame for frame, _ in traceback.walk_tb(before.__traceback__)):
-            return
-        yield before
-        error = before
 
 
 def free_memory() -> None:

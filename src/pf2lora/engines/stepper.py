@@ -17,10 +17,11 @@ from unittest.mock import patch
 
 import torch
 
+from pf2lora.core.failures import errors_of, ran_out
 from pf2lora.core.method import Loss, Method, State, StepStats, over_tensors, tensors_of
 from pf2lora.engines.batches import Batch
 from pf2lora.engines.rates import StepRates
-from pf2lora.engines.room import attempt, errors_of, free_memory, ran_out
+from pf2lora.engines.room import attempt, free_memory
 
 logger = logging.getLogger("pf2lora")
 

@@ -14,6 +14,7 @@ from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.rates import Rates, StepRates
 from pf2lora.engines.room import Room
 from pf2lora.engines.stepper import NO_RATES, PlainStepper, Stepper
+from pf2lora.engines.stopwatch import Stopwatch
 from pf2lora.engines.travel import travelling
 
 
@@ -118,7 +119,7 @@ class Trained(NamedTuple):
 @dataclass(frozen=True)
 class LocalTraining:
     """What is the same in every round's local steps. `judges` gives some learners' judge, where there are validation
-    rows."""
+    rows; what is asked of it is no step, and has a watch of its own."""
 
     method: Method
     F: Loss
@@ -130,6 +131,7 @@ class LocalTraining:
     stepper: Stepper
     on_step: OnStep = ignore
     judges: Callable[[Sequence[int]], Judge] | None = None
+    resizing: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
 
     def round(
         self,
@@ -156,7 +158,8 @@ class LocalTraining:
                     after = alike.index(together[-1]) + 1
                     part = travel.fetch(together, alike[after : after + len(together)])
                     if method.resizes and self.judges is not None and number > 1:
-                        part = method.resize(part, self.judges(together))
+                        with self.resizing.running():
+                            part = method.resize(part, self.judges(together))
                     done = [steps_done[i] for i in together]
                     rates = self.rates.of_round(variant, together, number, part.x)
                     how = told, self.stepper, rates

@@ -75,6 +75,11 @@ class OwnSize(Method):
             best = torch.minimum(best, loss)
         return s._replace(y=y)
 
+    @classmethod
+    def resize_passes(cls, settings: Mapping[str, Any], *, serving: bool = False) -> int:
+        """As it is, with each size, and, to be served, without."""
+        return 1 + len(SIZES) + serving if settings.get("client_lr", AUTO) == AUTO else 0
+
     def sized(self, y: Tensor) -> Tensor:
         """Which numbers of y a size multiplies: the D of D_kC_k. A part of the head is too small a thing to do harm."""
         parts = [y.new_full((e.size,), e.kind == "D", dtype=torch.bool) for e in self.personal_layout.entries]

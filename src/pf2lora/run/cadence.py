@@ -1,14 +1,18 @@
-"""How often a run is evaluated where nobody says: answering test rows can take longer than training."""
+"""How often a run is evaluated where nobody says: answering rows can take longer than training."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from pf2lora.core.randomness import participants
+from pf2lora.methods import METHODS
 from pf2lora.run.config import Config
+from pf2lora.run.deploy import candidate_names, rounds_alone
 from pf2lora.run.evaluation import evaluation_rounds
-from pf2lora.run.sharing import GRADIENT
-from pf2lora.run.workload import Workload
+from pf2lora.run.set_up import method_settings
+from pf2lora.run.sharing import EVALUATIONS, GRADIENT
+from pf2lora.run.workload import SAMPLE, Workload
 
 FEW_ROWS = 200  # answered in one evaluation: nobody waits long for so few
 SHARES = {
@@ -17,30 +21,84 @@ SHARES = {
 SHARE = 1 / 10  # elsewhere
 
 
-def evaluation_cost(workload: Workload) -> float:
-    """How many rounds of training one evaluation is worth, for evaluation to take its share of the time alone. It is
-    counted in rows and not by the clock, so that the same run is evaluated after the same rounds wherever it goes on;
-    the methods of a comparison all are, by a method of one gradient a step. Nothing where rows are few."""
-    config, clients = workload.config, workload.clients
-    points = 2 if config.training.evaluate_before else 1
-    rows = sum(points * len(c.test) + 2 * len(c.validation) for c in clients)
-    if rows < FEW_ROWS:
-        return 0.0
-    trained = learners_per_round(config, len(clients)) * config.training.steps * config.training.batch_size
+class Rows(NamedTuple):
+    """The rows that a method passes through the model, with one seed, about: a gradient counts for three passes. It is
+    counted and not timed, so that the same run is evaluated after the same rounds wherever it goes on."""
+
+    steps: float  # of a round
+    resizing: float  # before them, from the second round on
+    evaluation: float  # one
+    end: float  # what is asked once more after the last round
+    alone: float  # the steps that clients try alone then
+
+    def asked(self, rounds: int, times: int) -> float:
+        """Of a whole run that is evaluated so many times, all that is no training."""
+        return (rounds - 1) * self.resizing + times * self.evaluation + self.end
+
+    def share(self, rounds: int, times: int) -> float:
+        """The part of the run that this is."""
+        asked = self.asked(rounds, times)
+        return asked / (asked + rounds * self.steps + self.alone)
+
+    def times(self, rounds: int, share: float) -> int:
+        """How often a run of so many rounds can be evaluated for all that is asked to have this share of it at most.
+        Where no number of evaluations is few enough, since resizing has it all, they have the share by themselves."""
+        most = rounds * self.steps * share / (1 - share) - self.end
+        left = most - (rounds - 1) * self.resizing
+        return max(1, int((left if left >= self.evaluation else most) / self.evaluation))
+
+
+def rows_of(workload: Workload, method: str) -> Rows:
+    """Counted by what the method says of itself."""
+    config, kind, clients = workload.config, METHODS[method], workload.clients
+    training, settings = config.training, method_settings(config, method)
+    test, validation = sum(len(c.test) for c in clients), sum(len(c.validation) for c in clients)
+    taking_part = learners_per_round(config, len(clients))
+    steps = taking_part * training.steps * step_rows(config, method)
+    sample = sum(min(len(c.validation), SAMPLE) for c in clients) * taking_part / len(clients)
+    names = candidate_names(kind)
+    points = 2 if kind.federated and training.evaluate_before else 1
+    asked = len(names) + kind.resize_passes(settings, serving=True)
+    alone = rounds_alone(training) if validation and kind.federated else 0
+    return Rows(
+        steps,
+        kind.resize_passes(settings) * sample,
+        points * test + asked * validation,
+        # Every candidate is measured, and what clients chose.
+        (len(names) + 2 - points) * test + alone * validation if validation else 0,
+        alone * steps,
+    )
+
+
+def step_rows(config: Config, method: str) -> float:
+    """Rows that a client's step passes through the model."""
+    return config.training.batch_size * GRADIENT * METHODS[method].gradients_per_step
+
+
+def most_evaluations(workload: Workload, rounds: int) -> int:
+    """How often a run of so many rounds is evaluated: the methods of a comparison all are as often, by the one with the
+    least room for it."""
+    counted = [rows_of(workload, method) for method in workload.config.training.method]
+    if max(rows.evaluation for rows in counted) < FEW_ROWS:
+        return EVALUATIONS
     share = SHARES.get(workload.device.type, SHARE)
-    return rows / (GRADIENT * trained) * (1 - share) / share
+    return min(EVALUATIONS, *(rows.times(rounds, share) for rows in counted))
 
 
 def rounds_to_evaluate(workload: Workload) -> set[int]:
     """The rounds after which the clients of a run are measured."""
-    return evaluation_rounds(workload.config.training, evaluation_cost(workload))
+    training = workload.config.training
+    return evaluation_rounds(training, most_evaluations(workload, training.rounds))
 
 
 def said_aloud(workload: Workload) -> Config:
     """The run's config for somebody who sees none of its rows, as a federation's server: where their number decides
     how often it is evaluated, that is a setting."""
     config = workload.config
-    if config.training.evaluate_every is not None or not evaluation_cost(workload):
+    if (
+        config.training.evaluate_every is not None
+        or most_evaluations(workload, config.training.rounds) == EVALUATIONS
+    ):
         return config
     every = min(rounds_to_evaluate(workload))
     return replace(config, training=replace(config.training, evaluate_every=every))

@@ -44,6 +44,7 @@ class About:
     scores: dict[str, dict[str, float | None]]  # by the column's heading and metric
     measured_on: str
     holds: str  # which of the candidates
+    rounds: int  # that were done, which may be fewer than were asked for
     privacy: str = "no noise was added"
 
 
@@ -74,6 +75,7 @@ def write_newcomer_card(
         scores={"this adapter": record.deploy},
         measured_on=f"On {record.client.name}'s {record.client.test} test rows",
         holds=record.deploys.replace("_", " "),
+        rounds=record.rounds,
     )
     write_card(adapter, config, record.method, about, metrics, record.created)
 
@@ -85,17 +87,19 @@ def write_site_card(
     client: ClientInfo,
     scores: dict[str, dict[str, float | None]],
     choice: Choice | None,
+    rounds: int,
     metrics: dict[str, Metric],
 ) -> None:
-    """The card of what a site of a federation deploys: the site knows its own rows and scores, and nobody else's.
-    `scores` are those of "deploy" and "served"."""
+    """The card of what a site of a federation deploys after so many rounds: the site knows its own rows and scores, and
+    nobody else's. `scores` are those of "deploy" and "served"."""
     noise = "noise on the common adapter: the run's record has its ε; what is the client's own is not covered"
     about = About(
         title=f"Adapter of {client.name}",
         trained_on=f"{rows_of(client)}; with the other sites of a federation",
         scores={"this adapter": scores["deploy"], "served after the last round": scores["served"]},
         measured_on=f"On {client.name}'s {client.test} test rows",
-        holds=in_words(choice),
+        holds=in_words(choice, rounds),
+        rounds=rounds,
         **({"privacy": noise} if config.privacy.on else {}),
     )
     write_card(adapter, config, method, about, metrics, datetime.now(UTC).isoformat())
@@ -108,12 +112,14 @@ def of_client(result: Result, run: SeedRun, k: int, client: ClientInfo) -> About
     """A client's: its own rows and scores, and how many others there were."""
     others = len(result.clients) - 1
     chosen = of_one(run.deploy, k) if run.deploy is not None else of_one(run.served, k)
+    rounds = run.rounds[-1].round
     return About(
         title=f"Adapter of {client.name}",
         trained_on=f"{rows_of(client)}; with {others} other client{'' if others == 1 else 's'}",
         scores={"this adapter": chosen, "served after the last round": of_one(run.served, k)},
         measured_on=f"On {client.name}'s {client.test} test rows",
-        holds=in_words(run.choices[k] if run.choices else None),
+        holds=in_words(run.choices[k] if run.choices else None, rounds),
+        rounds=rounds,
         **price(run.privacy, "what is the client's own, and its choice, are not covered"),
     )
 
@@ -122,7 +128,11 @@ def of_common(result: Result, run: SeedRun) -> About:
     """The common one's: means over clients, who stay unnamed. Where noise hides them, how many rows they have, too."""
     clients, rows = len(result.clients), sum(client.train for client in result.clients)
     trained = f"{clients} clients" + ("" if run.privacy else f" with {rows} training rows in all")
-    tables = run.candidates.get("common", run.served)
+    tables, rounds = run.candidates.get("common", run.served), run.rounds[-1].round
+    holds, measured = "what all clients share", "Alone, on each client's own test rows, after the last round"
+    if run.common_round not in (None, rounds):
+        holds += f", round {run.common_round} of {rounds}: chosen by their mean loss on validation rows"
+        measured += f" ({rounds}); that of round {run.common_round}, this one, was not measured"
     return About(
         title="Common adapter",
         trained_on=trained,
@@ -130,8 +140,9 @@ def of_common(result: Result, run: SeedRun) -> About:
             "mean over clients": {name: table.mean for name, table in tables.items()},
             "worst client": {name: table.worst for name, table in tables.items()},
         },
-        measured_on="Alone, on each client's own test rows, after the last round",
-        holds="what all clients share",
+        measured_on=measured,
+        holds=holds,
+        rounds=rounds,
         **price(run.privacy),
     )
 
@@ -152,12 +163,11 @@ def rows_of(client: ClientInfo) -> str:
     return f"{client.train} rows{chosen} of {client.name}"
 
 
-def in_words(choice: Choice | None) -> str:
+def in_words(choice: Choice | None, rounds: int) -> str:
     if choice is None:
         return "what the client is served after the last round"
-    return (
-        f"{choice.candidate.replace('_', ' ')}, round {choice.round}: chosen on the client's validation rows"
-    )
+    which = f"{choice.candidate.replace('_', ' ')}, round {choice.round} of {rounds}"
+    return f"{which}: chosen on the client's validation rows"
 
 
 # --- the page -----------------------------------------------------------------------------------------------
@@ -183,8 +193,8 @@ def card(
         "adapter": f"LoRA of rank {peft['r']} on {len(peft['target_modules'])} layers"
         + (f", with {', '.join(peft['modules_to_save'])}" if peft["modules_to_save"] else ""),
         "trained on": about.trained_on,
-        "training": f"{training.rounds} rounds of {training.steps} steps, batches of {training.batch_size}, "
-        f"seed {training.seed}",
+        "training": f"{about.rounds} round{'' if about.rounds == 1 else 's'} of {training.steps} steps, "
+        f"batches of {training.batch_size}, seed {training.seed}",
         "holds": about.holds,
         "privacy": about.privacy,
         "made": f"{day} with " + ", ".join(f"{name} {number}" for name, number in made.items()),

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from pf2lora.core.method import State, tensors_of
 from pf2lora.engines.local import After, Round
 from pf2lora.errors import UserError
 from pf2lora.run import snapshot, trial_state
-from pf2lora.run.cadence import evaluation_cost
+from pf2lora.run.cadence import most_evaluations
 from pf2lora.run.decode import decode
 from pf2lora.run.fingerprint import (
     CannotGoOn,
@@ -150,8 +151,8 @@ class Checkpoints:
         try:
             lines = check_same(then, self.fingerprint, lambda: self.whose_rows(found))
             ended = [*(method for method, _ in finished), *failed]
-            cost = evaluation_cost(self.workload)
-            check_rounds(then.settings, self.workload.config, reached, ended, cost)
+            times = partial(most_evaluations, self.workload)
+            check_rounds(then.settings, self.workload.config, reached, ended, times)
         except CannotGoOn as error:
             raise CannotGoOn(f"the run in {str(self.folder.parent)!r} cannot go on: {error}") from None
         self.finished = {key: self.read_finished(*key, digest) for key, digest in finished.items()}

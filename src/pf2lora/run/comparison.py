@@ -10,10 +10,11 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from pf2lora.core.failures import ran_out
 from pf2lora.data.memory import PLACE, Tables
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.engines.processes import current
-from pf2lora.engines.room import NoRoom, ran_out
+from pf2lora.engines.room import NoRoom
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
 from pf2lora.methods.own_size import AUTO, FIXED

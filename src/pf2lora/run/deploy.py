@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,14 @@ def rounds_alone(training: TrainingSettings) -> int:
     return PERSONAL_ROUNDS if steps is None else -(-steps // training.steps)
 
 
+class BestCommon(NamedTuple):
+    """What all clients of a seed shared after the round in which it was best, with its mean loss over them."""
+
+    loss: float
+    vector: Tensor
+    round: int
+
+
 class Deployment:
     """What every learner would deploy: the model it is served after the last round, unless another one (of an earlier
     round with `keep = "best"`) has a lower loss on its validation rows by more than the standard error of that, and no
@@ -59,7 +68,7 @@ class Deployment:
         self.best = Kept(self.learners)
         self.last: dict[str, Kept] = {}  # the last round's candidates
         self.chosen = Kept(self.learners)
-        self.common: list[tuple[float, Tensor]] = []  # each seed's best common vector, with its mean loss
+        self.common: list[BestCommon] = []  # of each seed
 
     def look(self, done: Round, offered: dict[str, Models], common: Tensor | None) -> Tensor:
         """Judge a round's candidates; the losses of the served models `(learners,)` are returned. `common (seeds, P)`
@@ -72,7 +81,8 @@ class Deployment:
                 self.last[name] = Kept.holding(name, done.number, self.judge(*models).cpu(), models)
                 self.best.take_better(self.last[name])
         if common is not None:
-            self.offer_common(common, self.everyones(self.last.get(COMMON, self.last[SERVED])))
+            losses = self.everyones(self.last.get(COMMON, self.last[SERVED]))
+            self.offer_common(common, losses, done.number)
         return self.everyones(self.last[SERVED])
 
     def everyones(self, kept: Kept) -> Tensor:
@@ -103,14 +113,14 @@ class Deployment:
         """What was chosen."""
         return self.chosen.held
 
-    def offer_common(self, common: Tensor, losses: Tensor) -> None:
+    def offer_common(self, common: Tensor, losses: Tensor, number: int) -> None:
         """The common adapter is kept of the round with the least mean loss over the clients; in a private run of the
         last, as that choice would tell of their rows."""
         means = losses.view(len(self.trial.seeds), -1).nanmean(1).tolist()
         if not self.common or self.trial.schedule.privacy is not None:
-            self.common = [(math.inf, vector.clone()) for vector in common]
+            self.common = [BestCommon(math.inf, vector.clone(), number) for vector in common]
         self.common = [
-            (mean, vector.clone()) if mean < best[0] else best
+            BestCommon(mean, vector.clone(), number) if mean < best.loss else best
             for mean, vector, best in zip(means, common, self.common)
         ]
 

@@ -16,6 +16,7 @@ from pf2lora.run.config import TrainingSettings
 from pf2lora.run.differences import Resampled
 from pf2lora.run.result import Numbers, OverClients
 from pf2lora.run.set_up import Trial
+from pf2lora.run.sharing import EVALUATIONS
 from pf2lora.run.validation import judge
 from pf2lora.tasks.base import Example
 from pf2lora.tasks.settings import Metric
@@ -56,15 +57,13 @@ class Measured(NamedTuple):
         return Resampled([round(float(v.std(ddof=1)), 6) for v in known], [round(float(m), 6) for m in means])
 
 
-def evaluation_rounds(training: TrainingSettings, cost: float = 0.0) -> set[int]:
-    """The rounds after which clients are measured; `cost` is that of run/cadence.py."""
-    return measured_rounds(training.rounds, training.evaluate_every, cost)
+def evaluation_rounds(training: TrainingSettings, times: int = EVALUATIONS) -> set[int]:
+    """The rounds after which clients are measured; `times` is that of run/cadence.py."""
+    return measured_rounds(training.rounds, training.evaluate_every, times)
 
 
-def measured_rounds(rounds: int, every: int | None, cost: float = 0.0) -> set[int]:
-    """The last always, and each so many; where nobody says, about ten in all, and no more than one for each `cost`
-    rounds."""
-    times = min(10, max(1, int(rounds / cost))) if cost else 10
+def measured_rounds(rounds: int, every: int | None, times: int = EVALUATIONS) -> set[int]:
+    """The last always, and each so many; where nobody says, so many `times` at most."""
     every = every or -(-rounds // times)
     return {*range(every, rounds + 1, every), rounds}
 

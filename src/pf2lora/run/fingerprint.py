@@ -16,6 +16,7 @@ from pf2lora.errors import UserError
 from pf2lora.run.config import Config, difference, to_dict
 from pf2lora.run.evaluation import measured_rounds
 from pf2lora.run.made_with import versions
+from pf2lora.run.sharing import EVALUATIONS
 from pf2lora.run.workload import Workload
 
 JUDGED_OTHERWISE = {  # settings that are not compared as they are written
@@ -130,10 +131,14 @@ def check_methods(then: Sequence[str], now: Sequence[str]) -> None:
 
 
 def check_rounds(
-    then: dict[str, Any], now: Config, reached: int, finished: Sequence[str], cost: float = 0.0
+    then: dict[str, Any],
+    now: Config,
+    reached: int,
+    finished: Sequence[str],
+    times: Callable[[int], int] = lambda rounds: EVALUATIONS,
 ) -> None:
-    """More rounds (or fewer) are safe where what was done so far is what a run of that length does, too; `cost` is an
-    evaluation's."""
+    """More rounds (or fewer) are safe where what was done so far is what a run of that length does, too; `times` says
+    how often one of so many rounds is evaluated where nobody says."""
     before, after = then["training"]["rounds"], now.training.rounds
     every = then["training"].get("evaluate_every"), now.training.evaluate_every
     if before == after and every[0] == every[1]:
@@ -152,9 +157,9 @@ def check_rounds(
     if after <= reached:
         raise CannotGoOn(f"rounds was {before} and is {after}, and it has done {reached} already")
     lengths = (before, every[0]), (after, every[1])
-    measured = [{r for r in measured_rounds(of, n, cost) if r <= reached} for of, n in lengths]
+    measured = [{r for r in measured_rounds(of, n, times(of)) if r <= reached} for of, n in lengths]
     if measured[0] != measured[1]:
-        old = every[0] or min(measured_rounds(before, None, cost))
+        old = every[0] or min(measured_rounds(before, None, times(before)))
         raise CannotGoOn(
             f"rounds was {before} and is {after}, of which other ones would be measured: give --evaluate-every {old}"
         )

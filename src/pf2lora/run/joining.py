@@ -24,7 +24,7 @@ from pf2lora.run.result import Choice
 from pf2lora.run.saved import LoadedRun
 from pf2lora.run.set_up import Trial, batch_source, method_settings, schedule_of
 from pf2lora.run.validation import sampled_judge
-from pf2lora.run.workload import SAMPLE, Workload, spread
+from pf2lora.run.workload import Workload, to_choose_by
 
 OWN, ADAPTED, LOCAL = "own", "adapted", "local"
 """A newcomer's candidates, beside `common` and `personal_steps`: its own adapter fitted on the common one, what a
@@ -62,12 +62,8 @@ class Joining:
         if client_lr is None:
             self.client_lr = self.settings.get("client_lr", training.client_lr)
         task, device = run.task, run.device
-        rows, validation, sample = task.encode([client.train], training=True).to(device), None, None
-        if client.validation:
-            some = client.validation, spread(client.validation, SAMPLE)
-            validation, sample = (
-                task.weighed(task.encode([part], training=False).to(device), rows) for part in some
-            )
+        rows = task.encode([client.train], training=True).to(device)
+        (client,), validation, sample = to_choose_by(task, [client], rows)
         self.workload = Workload(
             self.config,
             task,

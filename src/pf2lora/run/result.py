@@ -99,8 +99,8 @@ class SentBytes:
 
 @dataclass(frozen=True)
 class SeedRun:
-    """One method with one seed. `seconds` are the training's, without evaluation; memory and time are the method's
-    own."""
+    """One method with one seed. `seconds` are the rounds' steps and exchange, `evaluation_seconds` all that validation
+    and test rows are asked, with the steps that clients try alone at the end; memory and time are the method's own."""
 
     seed: int
     served: dict[str, OverClients]
@@ -121,6 +121,10 @@ class SeedRun:
     resampled: dict[str, Resampled] = field(default_factory=dict)  # by point, where the metric can be
     # By client: test rows by right label and by answer, of what it deploys; None: the task has no labels, or too many.
     confusion: list[list[list[int]] | None] | None = None
+    resize_seconds: float | None = (
+        None  # of `evaluation_seconds`, in which validation rows were asked before steps
+    )
+    common_round: int | None = None  # of the common adapter that is kept, where validation rows choose it
 
     def at(self, point: Point) -> dict[str, OverClients] | None:
         """The final scores at a point of the round, or of what clients deploy."""

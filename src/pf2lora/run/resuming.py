@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pf2lora import folder_lock
+from pf2lora.core.failures import ran_out
 from pf2lora.engines.processes import Processes, ProcessLost
-from pf2lora.engines.room import ran_out
 from pf2lora.errors import CannotWrite, UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import checkpoints, folder, snapshot

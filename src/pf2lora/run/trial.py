@@ -103,7 +103,8 @@ def run(
     ):
         started = time.perf_counter()
         records, last = round_records(trial, done, measured_rounds, watched)
-        watched.evaluation_seconds += time.perf_counter() - started
+        watched.evaluation_seconds += time.perf_counter() - started + done.resize_seconds
+        watched.resize_seconds += done.resize_seconds
         watched.note(trial, done)
         for s, (seed, record) in enumerate(zip(trial.seeds, records)):
             watched.keep(s, record)
@@ -227,7 +228,7 @@ def outcomes(trial: Trial, done: Round, watched: Watched, memory: int | None) ->
         models = models_in_use(trial, done.served, done.number)
     else:
         models = deployment.models
-        common = [vector for _, vector in deployment.common] if shared else None
+        common = [best.vector for best in deployment.common] if shared else None
     memory, steps = largest(trial, memory), all_steps(trial, watched.steps)
 
     def counted() -> float | None:
@@ -276,6 +277,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
         flops_per_round=None,
         seconds=watched.seconds[s],
         evaluation_seconds=watched.evaluation_seconds / len(trial.seeds),
+        resize_seconds=watched.resize_seconds / len(trial.seeds),
         peak_memory_bytes=None,
         resampled={
             point: found
@@ -283,6 +285,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
             if point in POINTS and measured and (found := measured.of(own).uncertainty())
         },
         confusion=(watched.deployed or watched.last[SERVED]).of(own).confusion or None,
+        common_round=deployment.common[s].round if deployment and deployment.common else None,
         warnings=[
             *workload.notes,
             *workload.task.notes,

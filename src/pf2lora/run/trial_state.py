@@ -25,7 +25,7 @@ from pf2lora.engines.share import Share
 from pf2lora.errors import UserError
 from pf2lora.run import costs
 from pf2lora.run.decode import decode
-from pf2lora.run.deploy import Kept
+from pf2lora.run.deploy import BestCommon, Kept
 from pf2lora.run.evaluation import Models
 from pf2lora.run.gathering import all_steps, largest, steps_from_json, steps_to_json
 from pf2lora.run.result import RoundRecord
@@ -53,8 +53,10 @@ def summary(trial: Trial, done: Round, watched: Watched) -> dict[str, Any]:
         "seconds": watched.seconds,
         "left_out": watched.left_out,
         "evaluation_seconds": watched.evaluation_seconds,
+        "resize_seconds": watched.resize_seconds,
         "memory": largest(trial, watched.peak_memory(trial) or 0),
-        "common_losses": [above(loss) for loss, _ in deployment.common] if deployment else [],
+        "common_losses": [above(best.loss) for best in deployment.common] if deployment else [],
+        "common_rounds": [best.round for best in deployment.common] if deployment else [],
     }
 
 
@@ -68,7 +70,7 @@ def files(
     deployment = watched.deployment
     shared = {} if common is None else {"common": common}
     if deployment is not None:
-        shared |= {f"best.{s}": vector for s, (_, vector) in enumerate(deployment.common)}
+        shared |= {f"best.{s}": best.vector for s, best in enumerate(deployment.common)}
     shared |= {f"server.{i}": host(t).clone() for i, t in enumerate(tensors_of(done.after.servers))}
     yield SHARED, packed(shared, {})
     yield RECORDS, encoded([[asdict(record) for record in own] for own in watched.rounds])
@@ -214,8 +216,8 @@ def restored(snapshot: Snapshot, said: dict[str, Any], trial: Trial, watched: Wa
     if watched.deployment is not None:
         restore_best(watched.deployment.best, best, validation_rows(trial.workload))
         watched.deployment.common = [
-            (math.inf if loss is None else float(loss), shared[f"best.{s}"])
-            for s, loss in enumerate(said["common_losses"])
+            BestCommon(math.inf if loss is None else float(loss), shared[f"best.{s}"], int(number))
+            for s, (loss, number) in enumerate(zip(said["common_losses"], said["common_rounds"], strict=True))
         ]
     servers = tuple(trial.method.first_server(state.x[:0, 0]) for _ in trial.seeds)
     for i, kept in enumerate(tensors_of(servers)):
@@ -236,7 +238,10 @@ def restore_watched(snapshot: Snapshot, said: dict[str, Any], trial: Trial, watc
     if trial.share.processes.first:  # they are everybody's
         watched.steps.steps.update(steps_from_json(trial, said["steps"]))
     watched.sent = [costs.Sent(*map(int, sent)) for sent in said["sent"]]
-    watched.evaluation_seconds, watched.memory = float(said["evaluation_seconds"]), int(said["memory"])
+    watched.evaluation_seconds, watched.resize_seconds = (
+        float(said[name]) for name in ("evaluation_seconds", "resize_seconds")
+    )
+    watched.memory = int(said["memory"])
 
 
 def restore_best(best: Kept, parts: Sequence[tuple[list[int], dict[str, Tensor], Any]], width: int) -> None:

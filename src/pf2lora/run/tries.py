@@ -16,9 +16,10 @@ from statistics import fmean
 from typing import Any
 
 from pf2lora.atomic import make_folder, write_json
+from pf2lora.core.failures import ran_out
 from pf2lora.core.method import Method
 from pf2lora.engines.bad_clients import Diverged
-from pf2lora.engines.room import NoRoom, ran_out
+from pf2lora.engines.room import NoRoom
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.parsing import read_json

@@ -43,6 +43,7 @@ class Watched:
     moving: Moving | None  # None: no adapter moves by a rate that the user gave
     steps: costs.StepLedger = field(default_factory=costs.StepLedger)
     evaluation_seconds: float = 0.0
+    resize_seconds: float = 0.0  # of these, before the rounds' steps
     memory: int = 0  # the most that was in use before the run was interrupted
     last: dict[str, Measured] = field(default_factory=dict)  # by candidate
     deployed: Measured | None = None

@@ -5,34 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pf2lora.methods import METHODS
-from pf2lora.run.cadence import learners_per_round, rounds_to_evaluate
-from pf2lora.run.config import Config
-from pf2lora.run.deploy import candidate_names, rounds_alone
+from pf2lora.run.cadence import rounds_to_evaluate, rows_of, step_rows
 from pf2lora.run.events import Listener, Progress
-from pf2lora.run.sharing import GRADIENT
 from pf2lora.run.workload import Workload
-
-
-def step_rows(config: Config, method: str) -> float:
-    """Rows that a client's step passes through the model; a gradient counts for three passes."""
-    return config.training.batch_size * GRADIENT * METHODS[method].gradients_per_step
 
 
 def work_of_rounds(workload: Workload, method: str) -> list[float]:
     """The rows of each round of one seed: about, so that a bar moves evenly."""
-    config, kind, clients = workload.config, METHODS[method], workload.clients
-    training = config.training
-    test, validation = sum(len(c.test) for c in clients), sum(len(c.validation) for c in clients)
-    trained = learners_per_round(config, len(clients)) * training.steps * step_rows(config, method)
-    names = candidate_names(kind)
-    points = 2 if kind.federated and training.evaluate_before else 1
-    evaluated = points * test + len(names) * validation
-    found = [trained] * training.rounds
+    counted = rows_of(workload, method)
+    found = [counted.steps, *[counted.steps + counted.resizing] * (workload.config.training.rounds - 1)]
     for number in rounds_to_evaluate(workload):
-        found[number - 1] += evaluated
-    if validation:  # some more steps alone, and every candidate measured
-        tried = rounds_alone(training) * (trained + validation) if kind.federated else 0
-        found[-1] += tried + (len(names) + 2 - points) * test
+        found[number - 1] += counted.evaluation
+    found[-1] += counted.end + counted.alone
     return found
 
 

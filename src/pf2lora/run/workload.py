@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,17 +76,12 @@ def load_workload(
     base = load_base(config, task, device)
     train = task.encode([client.train for client in clients], training=True).to(device)
     test = task.encode([client.test for client in clients], training=False).to(device)
-    validation = sample = None
-    if any(client.validation for client in clients):
-        validation = task.encode([client.validation for client in clients], training=False).to(device)
-        validation = task.weighed(validation, train)
-        few = [spread(client.validation, SAMPLE) for client in clients]
-        sample = task.weighed(task.encode(few, training=False).to(device), train)
+    clients, validation, sample = to_choose_by(task, clients, train)
     check_lengths(config, base, train, test)
     return Workload(
         config,
         task,
-        list(clients),
+        clients,
         base,
         train,
         test,
@@ -97,6 +92,29 @@ def load_workload(
         weights_digest(base),
         current(),
     )
+
+
+def to_choose_by(
+    task: Task[Any, Any], clients: Sequence[Client[Any]], train: Encoded
+) -> tuple[list[Client[Any]], Encoded | None, Encoded | None]:
+    """The clients' validation rows as tokens, and a sample of them; None: nobody has any. A client of whose rows none
+    has a loss (their prompts fill the window) has none to choose by: a mean of nothing is nobody's least."""
+    found = list(clients)
+    if not any(client.validation for client in found):
+        return found, None, None
+    validation = task.encode([client.validation for client in found], training=False)
+    lost = [k for k, size in enumerate(validation.sizes()) if found[k].validation and not size]
+    for k in lost:
+        task.note(
+            f"client {found[k].name!r}: none of its {len(found[k].validation)} validation rows has a target within "
+            "max_length, so that it has nothing to choose by"
+        )
+        found[k] = replace(found[k], validation=[])
+    if lost:
+        return to_choose_by(task, found, train)
+    few = task.encode([spread(client.validation, SAMPLE) for client in found], training=False)
+    validation, few = (task.weighed(part.to(train.device), train) for part in (validation, few))
+    return found, validation, few
 
 
 def spread(rows: list[Any], most: int) -> list[Any]:

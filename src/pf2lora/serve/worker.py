@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from pf2lora.engines.room import free_memory, ran_out
+from pf2lora.core.failures import ran_out
+from pf2lora.engines.room import free_memory
 from pf2lora.errors import UserError, one_line
 from pf2lora.serve.errors import ApiError, bad_request, busy, closing
 

@@ -81,6 +81,38 @@ def test_the_mask_is_that_of_a_template_that_marks_it(name: str, system: bool) -
 
 
 @EVERY_TEMPLATE
+@pytest.mark.parametrize("system", [False, True], ids=["", "system"])
+def test_the_assistant_may_speak_first(name: str, system: bool) -> None:
+    """As in ShareGPT's rows: no prompt stands before its first turn, which is learned like the others. Where a template
+    takes no such conversation, or no system before it, one line says so."""
+    generation = task(TEMPLATES[name])
+    row = Conversation((*((SYSTEM,) if system else ()), ANSWER, AGAIN, LAST))
+    if name == "gemma":
+        with pytest.raises(UserError, match="refuses a conversation"):
+            generation.encoder.chat.tokens([row])
+        return
+    first, last = learned(generation, row)
+    assert first.strip() == ANSWER.content + ENDS[name]
+    assert " ".join(last.split()).endswith("think. " + ENDS[name]) or last.endswith("think." + ENDS[name])
+    ((ids, target),) = generation.encoder.chat.tokens([row])
+    oracle: Any = generation.tokenizer.apply_chat_template(
+        [{"role": m.role, "content": m.content} for m in row.messages],
+        chat_template=marked(TEMPLATES[name]),
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+    )
+    assert (ids, target) == (oracle["input_ids"][: len(ids)], oracle["assistant_masks"][: len(ids)])
+
+
+def test_turns_after_which_a_template_writes_no_prompt() -> None:
+    """As templates that want a user's question first: the conversation itself is written, so it is learned from."""
+    wants = "{% if messages[-1]['role'] == 'system' %}{{ raise_exception('no question') }}{% endif %}"
+    generation = task(wants + TEMPLATES["chatml"])
+    first, _ = learned(generation, Conversation((SYSTEM, ANSWER, AGAIN, LAST)))
+    assert first == ANSWER.content + "<|im_end|>"
+
+
+@EVERY_TEMPLATE
 def test_the_prompt_is_what_stands_before_the_last_turn(name: str) -> None:
     generation = task(TEMPLATES[name])
     row = Conversation((QUESTION, ANSWER))

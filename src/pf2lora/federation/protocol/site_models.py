@@ -70,7 +70,7 @@ class SiteModels:
             answer["before"] = self.scores(before, final=True)
         if not self.validated:
             self.export(served)
-            self.write_card(answer, None)
+            self.write_card(answer, None, number)
             return answer
         done = round_of(state, saved, number)
         deployment = self.look(done, served)
@@ -81,7 +81,7 @@ class SiteModels:
         self.export(deployment.models, choice)
         is_served = (choice.candidate, choice.round) == (SERVED, number)
         answer["deploy"] = answer["served"] if is_served else self.scores(deployment.models, final=True)
-        self.write_card(answer, choice)
+        self.write_card(answer, choice, number)
         return answer
 
     def look(self, done: Round, served: Models) -> Deployment:
@@ -147,16 +147,16 @@ class SiteModels:
             if choice is not None:
                 write_json(choice_file(self.folder.folder, name), asdict(choice))
 
-    def write_card(self, answer: dict[str, Sums], choice: Choice | None) -> None:
+    def write_card(self, answer: dict[str, Sums], choice: Choice | None, rounds: int) -> None:
         """The model card beside what the site deploys: for itself, whatever may leave."""
         workload = self.trial.workload
         (client,) = workload.clients
         known = ClientInfo(client.name, len(client.train), len(client.test), {}, len(client.validation))
         adapter = self.folder.folder / "clients" / client.name
         scores = {point: means(answer.get(point, answer["served"])) for point in ("deploy", "served")}
-        how = workload.config, self.trial.method.name, known, scores, choice, workload.task.metrics
+        how = workload.config, self.trial.method.name, known, scores, choice, rounds
         with writing(self.folder.folder):
-            write_site_card(adapter, *how)
+            write_site_card(adapter, *how, workload.task.metrics)
 
 
 def means(sums: Sums) -> dict[str, float | None]:

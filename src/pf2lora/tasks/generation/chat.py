@@ -117,11 +117,20 @@ class ChatTemplate:
 
     def _beginning(self, text: str, start: int, before: Sequence[Message]) -> int:
         """Where the model begins to write: after the prompt that it gets, which may end before what it says does
-        begin (a space, an empty thought)."""
-        prompt = self.render(before, ask=True)
-        if text.startswith(prompt) and len(prompt) <= start:
+        begin (a space, an empty thought). There is none where the assistant speaks first, or where a template writes no
+        prompt after these turns."""
+        prompt = self._prompt(before)
+        if prompt is not None and text.startswith(prompt) and len(prompt) <= start:
             return len(prompt)
         return start - len(self.lead) if text.endswith(self.lead, 0, start) else start
+
+    def _prompt(self, before: Sequence[Message]) -> str | None:
+        from jinja2 import TemplateError
+
+        try:
+            return self.render(before, ask=True) if before else None
+        except TemplateError:
+            return None
 
     def _end(self, text: str, start: int, content: str, after: str) -> int:
         """Where what was said ends: as it stands, without blanks around it, or as the template changes it."""

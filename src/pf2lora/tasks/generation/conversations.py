@@ -58,9 +58,10 @@ class Conversation:
         return (self.messages[-1].content,) if self.messages[-1].role == ASSISTANT else ()
 
     def without_system(self) -> Conversation:
-        """The same with what the system says at the top of the next turn, for templates that know no system."""
+        """The same with what the system says at the top of the next turn, for templates that know no system; not of the
+        assistant's, which would learn to say it."""
         first, *rest = self.messages
-        if first.role != "system" or not rest:
+        if first.role != "system" or not rest or rest[0].role == ASSISTANT:
             return self
         joined = Message(rest[0].role, f"{first.content}\n\n{rest[0].content}")
         return replace(self, messages=(joined, *rest[1:]))
