@@ -20,6 +20,7 @@ from nvflare.fuel.f3.cellnet.defs import (
     CellChannel,
     CellChannelTopic,
     MessageHeaderKey,
+    MessagePropKey,
     MessageType,
     ReturnCode,
 )
@@ -80,14 +81,14 @@ class Gate:
         name = str(message.get_header(CellMessageHeaderKeys.CLIENT_NAME) or "")
         if name in OURS or may_say(name, message):
             return None
-        said = str(message.get_header(MessageHeaderKey.DESTINATION)), *what(message)
-        line = (
-            f"{name or 'somebody'} said to {said[0]} what no participant says ({said[1]}, {said[2]}): dropped"
-        )
-        told = self.told.setdefault(name, set())
+        # FLARE takes the name off a message to another site; the connection's certificate has it, too.
+        who = name or str(message.get_prop(MessagePropKey.COMMON_NAME) or "somebody")
+        to, (channel, topic) = message.get_header(MessageHeaderKey.DESTINATION), what(message)
+        line = f"{who} said to {to} what no participant says ({channel}, {topic}): dropped"
+        told = self.told.setdefault(who, set())
         if len(told) < TOLD and line not in told:
             told.add(line)
-            tell(self.root, "dropped", name, line)
+            tell(self.root, "dropped", who, line)
         return make_reply(ReturnCode.UNAUTHENTICATED, error=line)
 
 
