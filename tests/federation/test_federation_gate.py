@@ -70,6 +70,7 @@ def message(
         message(LEAD, "task", "register"),
         message(LEAD, "hci_channel", "command", streamed=True),
         message(LEAD, "aux_communication", "ObjectStreamer.Request", streamed=True),
+        message(LEAD, "download_service__", "download_service__download", streamed=True),
         message("server_job", "server_parent_listener", "update_run_status"),
         message("server_job", "aux_communication", "__end_run__", "site-1.job", streamed=True),
     ],

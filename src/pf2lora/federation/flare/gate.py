@@ -27,6 +27,7 @@ from nvflare.fuel.f3.cellnet.defs import (
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.cellnet.utils import make_reply
 from nvflare.fuel.f3.message import Message
+from nvflare.fuel.f3.streaming.download_service import OBJ_DOWNLOADER_CHANNEL, OBJ_DOWNLOADER_TOPIC
 from nvflare.fuel.f3.streaming.stream_const import (
     STREAM_ACK_TOPIC,
     STREAM_CHANNEL,
@@ -64,6 +65,7 @@ PEOPLE = EVERYBODY | {
     (CellChannel.HCI, "command"),
     (AUX, TOPIC_STREAM_REQUEST),
     (AUX, TOPIC_STREAM_ABORT),
+    (OBJ_DOWNLOADER_CHANNEL, OBJ_DOWNLOADER_TOPIC),
 }
 TOLD = 100  # messages of a sender that are spoken of: it can send as many as it likes
 
