@@ -22,6 +22,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.fuel.f3.cellnet import cell as cellnet
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
+from nvflare.fuel.f3.cellnet.defs import MessagePropKey
 from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
 from nvflare.private.fed.server.job_runner import JobRunner
@@ -69,6 +70,7 @@ def message(
         message(LEAD, "task", "register"),
         message(LEAD, "hci_channel", "command", streamed=True),
         message(LEAD, "aux_communication", "ObjectStreamer.Request", streamed=True),
+        message(LEAD, "download_service__", "download_service__download", streamed=True),
         message("server_job", "server_parent_listener", "update_run_status"),
         message("server_job", "aux_communication", "__end_run__", "site-1.job", streamed=True),
     ],
@@ -88,7 +90,7 @@ def test_what_is_said_in_every_run_passes(tmp_path: Path, said: Message) -> None
         ("site-2", "server_command", "abort", "server.job"),
         ("site-2", "server_command", "handle_dead_job", "server.job"),
         ("site-2", "server_parent_listener", "update_run_status", "server"),
-        ("site-2", "net_manager", "stop", "server"),
+        ("site-2", "_net_manager", "stop", "server"),
         ("site-2", "cellnet.channel", "bulk", "server"),  # holds others
         ("site-2", "client_command", "abort", "site-1.job"),
         ("site-2", "server_command", "get_task", "site-1.job"),
@@ -108,6 +110,13 @@ def test_what_nobody_honest_says_is_dropped_and_its_sender_named(
     assert f'"{"person" if "@" in name else "site"}": "{name}"' in line and topic in line
 
 
+def test_who_writes_to_another_site_is_named_by_its_connection(tmp_path: Path) -> None:
+    said = message("", "client_command", "abort", "site-1.job")
+    said.set_prop(MessagePropKey.COMMON_NAME, "site-2")
+    assert Gate(tmp_path).drop(said) is not None
+    assert '"site": "site-2"' in (tmp_path / audit.FILE).read_text()
+
+
 def test_a_connection_around_the_gate_is_not_taken(tmp_path: Path) -> None:
     said = message("site-2", "task", "heart_beat")
     assert may_say("site-2", said)
@@ -118,7 +127,7 @@ def test_a_connection_around_the_gate_is_not_taken(tmp_path: Path) -> None:
 def test_a_flood_is_not_written_down(tmp_path: Path) -> None:
     kept = Gate(tmp_path)
     for number in range(3 * gate.TOLD):
-        assert kept.drop(message("site-2", "net_manager", f"topic {number}")) is not None
+        assert kept.drop(message("site-2", "_net_manager", f"topic {number}")) is not None
     assert len((tmp_path / audit.FILE).read_text().splitlines()) == gate.TOLD
 
 

@@ -20,12 +20,14 @@ from nvflare.fuel.f3.cellnet.defs import (
     CellChannel,
     CellChannelTopic,
     MessageHeaderKey,
+    MessagePropKey,
     MessageType,
     ReturnCode,
 )
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.cellnet.utils import make_reply
 from nvflare.fuel.f3.message import Message
+from nvflare.fuel.f3.streaming.download_service import OBJ_DOWNLOADER_CHANNEL, OBJ_DOWNLOADER_TOPIC
 from nvflare.fuel.f3.streaming.stream_const import (
     STREAM_ACK_TOPIC,
     STREAM_CHANNEL,
@@ -63,6 +65,7 @@ PEOPLE = EVERYBODY | {
     (CellChannel.HCI, "command"),
     (AUX, TOPIC_STREAM_REQUEST),
     (AUX, TOPIC_STREAM_ABORT),
+    (OBJ_DOWNLOADER_CHANNEL, OBJ_DOWNLOADER_TOPIC),
 }
 TOLD = 100  # messages of a sender that are spoken of: it can send as many as it likes
 
@@ -80,14 +83,14 @@ class Gate:
         name = str(message.get_header(CellMessageHeaderKeys.CLIENT_NAME) or "")
         if name in OURS or may_say(name, message):
             return None
-        said = str(message.get_header(MessageHeaderKey.DESTINATION)), *what(message)
-        line = (
-            f"{name or 'somebody'} said to {said[0]} what no participant says ({said[1]}, {said[2]}): dropped"
-        )
-        told = self.told.setdefault(name, set())
+        # FLARE takes the name off a message to another site; the connection's certificate has it, too.
+        who = name or str(message.get_prop(MessagePropKey.COMMON_NAME) or "somebody")
+        to, (channel, topic) = message.get_header(MessageHeaderKey.DESTINATION), what(message)
+        line = f"{who} said to {to} what no participant says ({channel}, {topic}): dropped"
+        told = self.told.setdefault(who, set())
         if len(told) < TOLD and line not in told:
             told.add(line)
-            tell(self.root, "dropped", name, line)
+            tell(self.root, "dropped", who, line)
         return make_reply(ReturnCode.UNAUTHENTICATED, error=line)
 
 
