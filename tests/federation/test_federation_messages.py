@@ -300,7 +300,7 @@ def test_a_site_refuses_a_request_that_is_none(data: Any) -> None:
 
 
 def test_a_site_refuses_an_adapter_that_is_not_its_own(small: Small) -> None:
-    request = encode({"kind": "train", "round": 1}, {"other.A": torch.zeros(2, 3)})
+    request = encode({"kind": "train", "round": 2}, {"other.A": torch.zeros(2, 3)})
     with pytest.raises(Malformed, match=r"'other.A' is not part of the common adapter"):
         small.sessions["site-1"].answer(read_request(request))
     assert small.sessions["site-1"].folder.rounds() == []

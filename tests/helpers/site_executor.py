@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +41,12 @@ def lead_of(kit: Path) -> KitIdentity:
     (kit / "startup").mkdir(exist_ok=True)
     shutil.copy(folder / "rootCA.pem", kit / "startup")
     return made
+
+
+def signed_on(lead: KitIdentity, plan: Plan, when: float) -> SignedPlan:
+    """A plan whose signature says that it is of another time."""
+    made = SignedPlan(plan.to_json(), lead.certificate, signed_at=int(when))
+    return replace(made, signature=lead.sign(made.signed_part()))
 
 
 def executor_of(plan: Plan, kit: Path) -> SiteExecutor:
