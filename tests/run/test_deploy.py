@@ -116,7 +116,7 @@ def test_keep_last_looks_at_the_last_round_alone(deployment: Any) -> None:
     offered = {SERVED: models([2.0] * 3, [2.0] * 3), BEFORE: models([1.0] * 3, [3.0] * 3)}
     found.look(after(2), offered, torch.tensor([[2.0]]))
     assert seen(found) == [(BEFORE, 2), (SERVED, 2)]
-    assert [vector.tolist() for _, vector in found.common] == [[2.0]]
+    assert [(vector.tolist(), number) for _, vector, number in found.common] == [([2.0], 2)]
 
 
 def test_a_model_that_is_no_number_is_not_deployed(deployment: Any) -> None:
@@ -134,7 +134,10 @@ def test_the_common_adapter_is_that_of_the_round_with_the_least_mean_loss(deploy
     for number, losses in enumerate(rounds, 1):
         common = torch.tensor([[float(number)], [10.0 * number]])
         found.look(after(number), {SERVED: models(*([loss] * 2 for loss in losses))}, common)
-    assert [(mean, vector.item()) for mean, vector in found.common] == [(2.0, 2.0), (1.0, 30.0)]
+    assert [(mean, vector.item(), number) for mean, vector, number in found.common] == [
+        (2.0, 2.0, 2),
+        (1.0, 30.0, 3),
+    ]
     judged = deployment(1)
     for number, alone in enumerate((4.0, 3.0, 5.0), 1):
         offered = {SERVED: models([1.0 / number] * 2), COMMON: models([alone] * 2)}
