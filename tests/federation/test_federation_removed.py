@@ -83,7 +83,9 @@ def test_a_server_whose_commands_pass_no_filter_ends_with_a_line(
     reads = SimpleNamespace(cmd_reg=ServerCommandRegister(None))
     made, fed = RunResumer(), FederatedServer.__new__(FederatedServer)
     context: Any = SimpleNamespace(
-        get_engine=lambda: SimpleNamespace(server=fed), get_peer_context=lambda: None
+        get_engine=lambda: SimpleNamespace(server=fed),
+        get_peer_context=lambda: None,
+        get_prop=lambda name: None,
     )
     keep_out(fed, made.people)
     fed.set_admin_server(reads)  # as FLARE 2.9.0 does it
