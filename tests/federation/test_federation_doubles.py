@@ -63,9 +63,11 @@ def test_a_site_that_was_started_again_is_let_in(resumer: tuple[RunResumer, list
     made, now = resumer
     made.heard("site-1", registered=True)
     now[0] = 1.0
+    assert made.connections.lives("site-1")
     made.connections.closed("site-1")  # who is killed closes its connection
-    made.refuse_double("site-1")
+    made.refuse_double("site-1")  # raises nothing
     made.heard("site-1", registered=True)
+    assert made.connections.lives("site-1")
     now[0] = 27.0  # its machine lost power: nothing was closed
     made.refuse_double("site-1")
 
