@@ -63,6 +63,8 @@ RULES: dict[str, tuple[Settings, dict[str, Any]]] = {
     "bias alone": ({"client_rank": 0}, {"ALPHA": 1.0, "LONGEST": 1e9}),
     "fixed 0.03": ({"client_lr": 0.03}, {}),
     "never dropped": ({}, {"SIZES": (0.3, 0.6, 1.4)}),
+    "sized every 20 steps": ({}, {"BETWEEN": 20}),
+    "sized every 40 steps": ({}, {"BETWEEN": 40}),
     "sized when served": (below("Rule", rescale="served"), {}),
     "sized when served, smaller": (below("Rule", rescale="served"), {"ALPHA": 0.03}),
     "never sized": (below("Rule", rescale="never"), {}),

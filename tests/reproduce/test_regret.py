@@ -251,3 +251,19 @@ def test_tasks_and_variants_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert code == 0 and all(name in printed for name in (*TASKS, *variants()))
     code, _, error = command_line(monkeypatch, capsys, "reproduce", "regret")
     assert code == 2 and "--model and --data-dir" in error
+
+
+def test_the_table_says_where_nobody_is_better_than_guessing() -> None:
+    """`vader` is learned, `squad` is not, and nothing is known of `e2e`, whose answer without a text has no score."""
+    made = together(
+        made_up("vader", "local", [0.7], [0.7], trivial=0.6),
+        made_up("squad", "local", [0.5], [0.5], metric="f1", trivial=0.52),
+        made_up("e2e", "local", [1.0], [1.0], metric="loss"),
+    )
+    found = summarize(made)["served"]
+    assert [found.learned(task) for task in ("vader", "squad", "e2e")] == [True, False, True]
+    text = markdown(summarize(made), made)
+    row = next(line for line in text.splitlines() if line.startswith("| without looking"))
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == ["60.0", "52.0 (!)", "", "", ""]
+    assert text.count("(!) SQuAD") == 2  # deployed and served
+    assert "(!)" not in markdown(summarize(example()), example())

@@ -151,6 +151,10 @@ class Method(ABC):
         """Whether `resize` does something: the client asks its validation rows."""
         return False
 
+    def resizes_before(self, number: int, steps: int) -> bool:
+        """Whether it does before round `number`, with so many `steps` in a round; always before a model is used."""
+        return False
+
     # --- set-up ---------------------------------------------------------------------------------------------
 
     @classmethod

@@ -157,7 +157,7 @@ class LocalTraining:
                     told.steps.clear()
                     after = alike.index(together[-1]) + 1
                     part = travel.fetch(together, alike[after : after + len(together)])
-                    if method.resizes and self.judges is not None and number > 1:
+                    if self.judges is not None and method.resizes_before(number, self.steps):
                         with self.resizing.running():
                             part = method.resize(part, self.judges(together))
                     done = [steps_done[i] for i in together]

@@ -17,13 +17,20 @@ UNTRAINED, TRIVIAL = "untrained", "trivial"
 def baselines(workload: Workload) -> dict[str, Baseline]:
     """Every client's scores at round 0, of the first seed, and those of the task's trivial answer, where it has one."""
     found = {UNTRAINED: untrained(workload)}
-    task = workload.task
-    trivial = [task.trivial(client.train, client.test) for client in workload.clients]
-    known = [scores for scores in trivial if scores is not None]
-    if known and len(known) == len(trivial):
-        scores = {metric: [of_client.get(metric) for of_client in known] for metric in task.metrics}
-        found[TRIVIAL] = Baseline(task.trivial_label, summary(task.metrics, scores) or {})
+    if (without_text := trivial(workload)) is not None:
+        found[TRIVIAL] = without_text
     return found
+
+
+def trivial(workload: Workload) -> Baseline | None:
+    """The scores of the task's answer that looks at no text, where every client has one."""
+    task = workload.task
+    found = [task.trivial(client.train, client.test) for client in workload.clients]
+    known = [scores for scores in found if scores is not None]
+    if not known or len(known) < len(found):
+        return None
+    scores = {metric: [of_client.get(metric) for of_client in known] for metric in task.metrics}
+    return Baseline(task.trivial_label, summary(task.metrics, scores) or {})
 
 
 def untrained(workload: Workload) -> Baseline:

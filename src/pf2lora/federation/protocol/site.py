@@ -146,7 +146,7 @@ class SiteSession:
         answer: dict[str, Any] = {"kind": "update", "round": number}
         if fields.get("measure_served"):
             answer |= self.setup.policy.leaving(self.models.served(state, saved, number - 1))
-        if method.resizes and self.models.validated and number > 1:
+        if self.models.validated and method.resizes_before(number, self.steps):
             state = method.resize(state, sampled_judge(trial, [0]))
         (variant,) = method.variants_for_round(state, number)
         began = state

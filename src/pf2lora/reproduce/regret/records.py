@@ -61,6 +61,7 @@ class Run:
     machine: dict[str, Any]
     versions: dict[str, str]
     outward: int = 0  # stored runs of before there were such tries do not say
+    trivial: float | None = None  # the mean score of an answer that looks at no text; earlier runs do not say
 
     @property
     def key(self) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from pf2lora.reproduce.regret import records
 from pf2lora.reproduce.regret.records import Run, Runs, SeedScores, Try
 from pf2lora.reproduce.regret.tasks import EVALUATIONS, BenchmarkTask
 from pf2lora.reproduce.regret.variants import FACTORS, FIRST, Variant, beyond, variants
+from pf2lora.run.baselines import trivial
 from pf2lora.run.comparison import compare
 from pf2lora.run.config import Config, from_settings, to_dict
 from pf2lora.run.evaluation import finite
@@ -179,7 +180,14 @@ def execute(plan: Plan, task: BenchmarkTask, variant: Variant, workload: Workloa
         machine=machine(workload.device),
         versions=versions(),
         outward=plan.further if tries else 0,
+        trivial=trivial_score(workload, task.metric),
     )
+
+
+def trivial_score(workload: Workload, metric: str) -> float | None:
+    """What the clients' most frequent labels, or never an answer, would have: who has less has learned nothing."""
+    found = trivial(workload)
+    return found.scores[metric].mean if found else None
 
 
 def train(workload: Workload, config: Config) -> list[SeedRun]:

@@ -31,6 +31,11 @@ def markdown(summaries: Mapping[str, PointSummary], runs: Runs) -> str:
     parts = ["# Regret"]
     for point, summary in summaries.items():
         parts += [f"## {POINTS[point].capitalize()}", distances(summary)]
+        if untold := [TASKS[task].title for task in summary.cells if not summary.learned(task)]:
+            parts.append(
+                f"(!) {'; '.join(untold)}: no variant is better than the answer that looks at no text (each client's most "
+                f"frequent label, or never an answer), so distances there say who is nearer to it, not who learned more."
+            )
         if harmed := _harm(summary):
             parts.append(harmed)
     parts += ["## How", "\n".join(f"- {line}" for line in notes(runs))]
@@ -41,6 +46,10 @@ def distances(summary: PointSummary) -> str:
     """A row per variant, a column per task: how far it is from the best."""
     head = ["", *(TASKS[task].title for task in summary.cells), "regret", "mean"]
     rows = [["best score", *(_best(summary, task) for task in summary.cells), "", ""]]
+    if summary.trivial:
+        rows.append(
+            ["without looking at the text", *(_trivial(summary, task) for task in summary.cells), "", ""]
+        )
     for name, regret in by_regret(summary):
         cells = [_cell(summary, task, name) for task in summary.cells]
         rows.append(
@@ -51,6 +60,12 @@ def distances(summary: PointSummary) -> str:
 
 def _best(summary: PointSummary, task: str) -> str:
     return f"{number(summary.cells[task][summary.best[task]].score)} ({UNITS[TASKS[task].metric]})"
+
+
+def _trivial(summary: PointSummary, task: str) -> str:
+    if task not in summary.trivial:
+        return ""
+    return f"{summary.trivial[task]:.1f}{'' if summary.learned(task) else ' (!)'}"
 
 
 def _cell(summary: PointSummary, task: str, name: str) -> str:

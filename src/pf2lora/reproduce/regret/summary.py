@@ -51,13 +51,19 @@ class Harm:
 
 @dataclass(frozen=True)
 class PointSummary:
-    """Everything at one point; `diverged` are (task, variant) without a score."""
+    """Everything at one point; `diverged` are (task, variant) without a score, `trivial` what an answer that looks at
+    no text has on a task, in points."""
 
     cells: dict[str, dict[str, Cell]]  # by task and variant
     best: dict[str, str]
     regret: dict[str, Regret]
     harm: dict[str, dict[str, Harm]]
     diverged: list[tuple[str, str]]
+    trivial: dict[str, float]
+
+    def learned(self, task: str) -> bool:
+        """Whether the best variant is better than an answer that looks at no text, where that is known."""
+        return task not in self.trivial or self.cells[task][self.best[task]].score.mean > self.trivial[task]
 
 
 def summarize(runs: Runs) -> dict[str, PointSummary]:
@@ -87,7 +93,9 @@ def at_point(runs: Runs, point: str) -> PointSummary:
             cells[task.name], best[task.name] = compared(task, tables, ends)
             clients = next(run.clients for (name, _), run in runs.items() if name == task.name)
             harm[task.name] = harms(task, tables, clients)
-    return PointSummary(cells, best, regrets(cells, diverged), harm, diverged)
+    trivial = {task: 100 * run.trivial for (task, _), run in runs.items() if run.trivial is not None}
+    known = {task: trivial[task] for task in cells if task in trivial}
+    return PointSummary(cells, best, regrets(cells, diverged), harm, diverged, known)
 
 
 def tables_of(run: Run, task: BenchmarkTask, variant: Variant, point: str) -> list[OverClients]:
