@@ -57,7 +57,8 @@ def chosen(mask: Any = None, *, dropout: float = 0.0, causal: bool = False, **he
     """What the chooser says of heads that have no numbers and claim to be on CUDA."""
     with FakeTensorMode():
         ready = mask() if mask else None
-        return applies(*heads(**heads_of), ready, dropout=dropout, causal=causal)
+        q, k, v = heads(**heads_of)
+        return applies(q, k, v, ready, dropout=dropout, causal=causal)
 
 
 def test_where_the_kernels_apply() -> None:
@@ -102,13 +103,17 @@ def test_what_the_kernels_do_not_know_is_handed_to_torch(
     others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        short_attention, "sdpa_attention_forward", lambda *_, **options: asked.append(options) or (None, None)
-    )
+
+    def noted(*_: Any, **options: Any) -> tuple[None, None]:
+        asked.append(options)
+        return None, None
+
+    monkeypatch.setattr(short_attention, "sdpa_attention_forward", noted)
     module = torch.nn.Module()
     module.is_causal = False  # type: ignore[assignment]
     with FakeTensorMode():
-        out, _ = attention(module, *heads(), None, scaling=0.5, **others)
+        q, k, v = heads()
+        out, _ = attention(module, q, k, v, None, scaling=0.5, **others)
     if others:
         assert [{k: v for k, v in one.items() if v} for one in asked] == [{"scaling": 0.5, **others}]
     else:
@@ -136,15 +141,17 @@ def test_the_models_numbers_on_a_cpu_are_torchs(kind: str, monkeypatch: pytest.M
     tokens = torch.randint(3, 50, (6, 9), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(9) < torch.tensor([9, 3, 5, 1, 9, 7])[:, None]).long()
     before = base.config._attn_implementation
-    passes = [
-        lambda mask=mask: p.model(p.x, p.y, input_ids=tokens, attention_mask=mask).logits
-        for mask in (mask, None)
-    ]  # type: ignore[misc]
-    expected = [run() for run in passes]
+
+    def logits(mask: Tensor | None) -> Tensor:
+        assert p.model is not None
+        found: Tensor = p.model(p.x, p.y, input_ids=tokens, attention_mask=mask).logits
+        return found
+
+    expected = [logits(mask), logits(None)]
     assert base.config._attn_implementation == before == ("sdpa" if base._supports_sdpa else "eager")
     if before == "sdpa":
         base.set_attn_implementation(NAME)
-        assert all(torch.equal(run(), logits) for run, logits in zip(passes, expected))
+        assert all(torch.equal(logits(m), found) for m, found in zip((mask, None), expected))
         torch.testing.assert_close(
             base(tokens, mask).logits, base(tokens, mask).logits
         )  # masks of transformers' own

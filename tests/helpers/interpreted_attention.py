@@ -62,10 +62,10 @@ def compare(inputs: list[Tensor], bias: Tensor | None, attend: Any, torchs: Any)
     scale = 1.3 / math.sqrt(inputs[0].shape[-1])  # no model's own
     weights = torch.randn_like(inputs[0].transpose(1, 2), dtype=torch.float32).to(inputs[0].dtype)
     in_float64 = [t.detach().double().requires_grad_() for t in inputs]
-    exact = with_gradients(lambda *t: written_out(*t, bias, scale), in_float64, weights)
+    exact = with_gradients(lambda q, k, v: written_out(q, k, v, bias, scale), in_float64, weights)
     return {
-        "ours": errors(with_gradients(lambda *t: attend(*t, bias, scale), inputs, weights), exact),
-        "torch": errors(with_gradients(lambda *t: torchs(*t, bias, scale), inputs, weights), exact),
+        "ours": errors(with_gradients(lambda q, k, v: attend(q, k, v, bias, scale), inputs, weights), exact),
+        "torch": errors(with_gradients(lambda q, k, v: torchs(q, k, v, bias, scale), inputs, weights), exact),
     }
 
 

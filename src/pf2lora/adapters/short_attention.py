@@ -41,7 +41,7 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale:
     """`softmax(scale q kᵀ + bias) v` (B, T, H, D) of q, k and v (B, H, T, D) with a bias of each key (B, T)."""
     from pf2lora.adapters.short_attention_kernels import forward
 
-    return forward(*(by_rows(t) for t in (q, k, v)), bias, scale)
+    return forward(by_rows(q), by_rows(k), by_rows(v), bias, scale)
 
 
 @short_attention.register_fake
@@ -57,7 +57,7 @@ def short_attention_backward(
     """The gradients by q, k and v, laid out like the output (B, T, H, D)."""
     from pf2lora.adapters.short_attention_kernels import backward
 
-    return backward(*(by_rows(t) for t in (gradient, q, k, v)), bias, scale)
+    return backward(by_rows(gradient), by_rows(q), by_rows(k), by_rows(v), bias, scale)
 
 
 @short_attention_backward.register_fake

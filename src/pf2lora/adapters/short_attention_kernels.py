@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Triton kernels of `short_attention.py`: a program for each head of each example, whose scores it holds as one tile.
 
 Nothing is kept between forward and backward, and no two programs write to one place, so results are the same bits each
@@ -17,7 +18,9 @@ from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)  # powers of two are cheaper than those of e
 SMALLEST = 16  # the least side of a product on tensor cores
-WARPS = {16: 4, 32: 4, 64: 4, 128: 8}  # by the tile's side
+# What Triton is told of a kernel, by the tile's side; "maxnreg" would bound a thread's registers.
+FORWARD: dict[int, dict[str, int]] = {16: {}, 32: {}, 64: {}, 128: {"num_warps": 8}}
+BACKWARD: dict[int, dict[str, int]] = {16: {}, 32: {}, 64: {}, 128: {"num_warps": 8}}
 
 
 @triton.jit
@@ -83,7 +86,7 @@ def short_attention_backward(
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """The attention (B, T, H, D) of q, k and v (B, H, T, D), with what is added to each key's scores (B, T)."""
     out = new_rows(q)
-    launch(short_attention_forward, (q, k, v), (out,), bias, q, scale)
+    launch(short_attention_forward, FORWARD, (q, k, v), (out,), bias, scale)
     return out
 
 
@@ -92,7 +95,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients (B, T, H, D) by q, k and v, of the output's (B, T, H, D)."""
     dq, dk, dv = new_rows(q), new_rows(q), new_rows(q)
-    launch(short_attention_backward, (gradient.transpose(1, 2), q, k, v), (dq, dk, dv), bias, q, scale)
+    inputs = gradient.transpose(1, 2), q, k, v
+    launch(short_attention_backward, BACKWARD, inputs, (dq, dk, dv), bias, scale)
     return dq, dk, dv
 
 
@@ -103,17 +107,17 @@ def new_rows(q: Tensor) -> Tensor:
 
 def launch(
     kernel: Any,
+    options: dict[int, dict[str, int]],
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     bias: Tensor | None,
-    q: Tensor,
     scale: float,
 ) -> None:
     """A program for each head of each example, on the device that they are on."""
-    b, h, t, d = q.shape
+    b, h, t, d = inputs[0].shape
     side = max(SMALLEST, triton.next_power_of_2(t))
     steps = [step for tensor in inputs for step in tensor.stride()[:3]]
     of_bias = (0, 0) if bias is None else bias.stride()
-    tile = {"MASKED": bias is not None, "T": side, "D": d, "num_warps": WARPS[side]}
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+    tile = {"MASKED": bias is not None, "T": side, "D": d} | options[side]
+    with torch.cuda.device(inputs[0].device) if inputs[0].is_cuda else nullcontext():
         kernel[b * h,](*inputs, bias, *outputs, *steps, *of_bias, h, t, scale, **tile)
