@@ -97,10 +97,9 @@ def test_a_profile_of_torchs_attention_has_none_of_our_kernels(scripts: dict[str
     profile = scripts["step_profile"]
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 3, 32, 16, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-        asked = {"dropout": 0.0, "causal": False}
         for name, backends in profile.ATTENTION.items():
             with profile.torchs_attention(backends) if backends else nullcontext():
-                assert short_attention.applies(q, k, v, None, **asked) is (name == "auto")
+                assert short_attention.applies(q, k, v, None, dropout=0.0, causal=False) is (name == "auto")
 
 
 def test_compiling_has_a_row_for_each_length_with_what_repays_it(

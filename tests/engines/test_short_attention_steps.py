@@ -54,14 +54,15 @@ def test_the_kernels_are_as_exact_as_torchs(name: str, length: int, size: int, p
     assert all(torch.equal(one, other) for one, other in zip(first, second))
 
 
-def problem(kind: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A tiny model whose heads are as small as the kernels take."""
+def problem(kind: str, dtype: torch.dtype, multiple: int = 1) -> Any:
+    """A tiny model whose heads are as small as the kernels take; batches are filled up to a `multiple` of tokens."""
     config = copy.deepcopy(CONFIGS[kind])
     config.hidden_size, config.num_attention_heads = 32, 2
     model = tiny_model(kind, dtype=dtype, config=config).to(DEVICE)  # type: ignore[arg-type]
     p = tiny_problem(kind, model=model)
     assert p.model is not None and isinstance(p.source, EncodedSource)
-    source = replace(p.source, data=p.source.data.to(DEVICE))
+    data = replace(p.source.data.to(DEVICE), pad_to_multiple_of=multiple)
+    source = replace(p.source, data=data)
     return p._replace(x=p.x.float().to(DEVICE), y=p.y.float().to(DEVICE), source=source)
 
 
@@ -82,8 +83,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "electra", "xlm-roberta"])
 def test_a_models_loss_and_gradients_are_as_with_torchs_attention(kind: str, calls: list[torch.Size]) -> None:
-    """Padded and full batches, with gradients and without; float32 is torch's."""
-    p = problem(kind)
+    """Padded and full batches, with gradients and without, in float16, which adds less noise than bfloat16; float32
+    is torch's."""
+    p = problem(kind, torch.float16)
     padded = p.source.draw([0, 1, 2], [0, 0, 0])
     for batch in (padded, replace(padded, full=True)):
 
@@ -95,41 +97,39 @@ def test_a_models_loss_and_gradients_are_as_with_torchs_attention(kind: str, cal
         ours, called = losses_and_gradients(), len(calls)
         assert called and p.model.model.config._attn_implementation == NAME
         with torch.no_grad():
-            torch.testing.assert_close(p.F(p.x, p.y, batch), ours[0])
+            torch.testing.assert_close(p.F(p.x, p.y, batch), ours[0], rtol=1e-2, atol=1e-2)
         assert len(calls) > called
         called = len(calls)
         with differentiable_twice():
             exact = losses_and_gradients()
         assert len(calls) == called
         for one, other in zip(ours, exact):
-            assert (one - other).norm() < 5e-2 * other.norm()
+            assert (one - other).norm() < 3e-2 * other.norm()
         calls.clear()
     in_float32 = problem(kind, torch.float32)
     in_float32.F(in_float32.x, in_float32.y, padded)
     assert not calls
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("kind", "compiled"), [("bert", False), ("roberta", False), ("roberta", True)])
 def test_steps_with_the_kernels_are_recorded(
     kind: str, compiled: bool, calls: list[torch.Size], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same numbers as plain steps, and twice the same bits; compiled passes take the operation as it is."""
+    """No step falls back, and the numbers are the plain steps' up to AdamW's steps of a rounding; compiled passes take
+    the operation as it is."""
     torch.compiler.reset()
     ends = []
-    for graphs in (False, True, True):
-        p = problem(kind)
+    for graphs in (False, True):
+        p = problem(kind, torch.bfloat16, multiple=12 if compiled else 1)  # one length to compile for
         if compiled:
-            p.model.compile(lengths=4)
+            p.model.compile()
         calls.clear()
         method = HomLoRA(p.layout)
-        rounds = train(
-            method, p.F, method.init(p.x, p.y), p.source, Schedule(3, 4), device=DEVICE, graphs=graphs
-        )
-        *_, last = rounds
+        state = method.init(p.x, p.y)
+        *_, last = train(method, p.F, state, p.source, Schedule(3, 4), device=DEVICE, graphs=graphs)
         assert calls
         ends.append(last.served.x.cpu())
-    assert "without a CUDA graph" not in caplog.text and "compiler failed" not in caplog.text
-    assert "Triton" not in caplog.text
-    assert torch.equal(ends[1], ends[2])
-    assert (ends[0] - ends[1]).abs().mean() < 1e-4
+    for said in ("without a CUDA graph", "compiler failed", "Triton"):
+        assert said not in caplog.text
+    moved = (ends[0] - p.x.cpu()).abs().mean()
+    assert (ends[0] - ends[1]).abs().mean() < 0.1 * moved
