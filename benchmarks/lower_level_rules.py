@@ -126,6 +126,20 @@ class Rule(PF2LoRA):
 
 
 @dataclass(frozen=True)
+class Seldom(Rule):
+    """The default rule, but before a round D is rescaled only where `between` more local steps have been done."""
+
+    between: int = 40
+
+    name: ClassVar[str] = "seldom-sized"
+    label: ClassVar[str] = "PF2LoRA, seldom sized"
+
+    def resizes_before(self, number: int, steps: int) -> bool:
+        done = (number - 1) * steps
+        return super().resizes_before(number, steps) and done // self.between > (done - steps) // self.between
+
+
+@dataclass(frozen=True)
 class OwnRate(Rule):
     """α_k follows the size that the client's validation rows ask for: where D is cut α_k falls, where D grows it rises,
     so that what is taken back does not come again as fast. With `rescale = "served"` the rows move α_k, and not D."""

@@ -4,8 +4,8 @@
 
 The step is timed as a run has it, recorded (`step_time.py`), then run plainly under torch's profiler: time on the
 device by kind of kernel, and the longest kernels with how often each is called. What is between the recorded step's
-time and the kernels' sum is launching and waiting. `--attention` takes one of torch's fused attention kernels instead
-of its own choice.
+time and the kernels' sum is launching and waiting. `--attention auto` is what a run gets; the others are torch's fused
+kernels, also where a run would have ours for short texts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import argparse
 import json
 import re
 from collections import defaultdict
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._inductor.config
@@ -28,15 +30,17 @@ from timing import ceiling, float32_products, machine, milliseconds, versions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from pf2lora.adapters import short_attention
 from pf2lora.adapters.layers import Adapted
 from pf2lora.atomic import write_json
 from pf2lora.engines.stepper import no_mask_while_recording
 
-ATTENTION = {
-    "auto": None,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+ATTENTION: dict[str, list[SDPBackend] | None] = {
+    "auto": None,  # what a run gets: ours for short texts where it applies, else torch's choice
+    "torch": [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
 }
 KINDS = {  # the first that fits, by the kernel's name
     "attention": r"flash|fmha|sdpa|cudnn.*attn|attention",
@@ -89,6 +93,13 @@ def copied(bind: Any) -> Any:
     return bound
 
 
+@contextmanager
+def torchs_attention(backends: list[SDPBackend]) -> Iterator[None]:
+    """One of these kernels of torch's, and none of ours."""
+    with sdpa_kernel(backends), patch.object(short_attention, "applies", lambda *_, **__: False):
+        yield
+
+
 def measure(
     model: str, method: str, clients: int, attention: str, options: argparse.Namespace
 ) -> dict[str, Any]:
@@ -97,10 +108,10 @@ def measure(
     work = Workload(SHAPES[model], clients, device, rows=2 * SHAPES[model].batch)
     work.to("bfloat16")
     torch.compiler.reset()
-    backend = ATTENTION[attention]
+    backends = ATTENTION[attention]
     way = Way(method, "difference" if method == "pf2lora" else None)
     trial = set_up(work, way, clients, compile=not options.uncompiled)
-    with sdpa_kernel([backend]) if backend else nullcontext():
+    with torchs_attention(backends) if backends else nullcontext():
         state, step = start(trial), our_step(trial)
         batches = batches_of(trial.source, range(clients), 0, trial.method.draws)
 

@@ -138,8 +138,12 @@ def test_no_file_is_too_long() -> None:
         assert lines <= 350, f"{path.relative_to(root)} has {lines} lines"
 
 
+KERNELS = "short_attention_kernels"
+
+
 def test_the_core_needs_little() -> None:
-    """What a bare machine has: torch, transformers, numpy, safetensors; the rest is imported where it is used."""
+    """What a bare machine has: torch, transformers, numpy, safetensors; the rest is imported where it is used. Kernels
+    cannot be written without Triton, so theirs is a module that is imported where it is used."""
     little = {"torch", "numpy", "safetensors", "transformers", "pf2lora"}
     for path in FILES:
         if room_of(path) not in ("core", "methods", "engines", "adapters", "data", "tasks", "run"):
@@ -152,6 +156,9 @@ def test_the_core_needs_little() -> None:
                 names = [node.module]
             for name in names:
                 top = name.split(".")[0]
+                assert name != f"pf2lora.adapters.{KERNELS}", f"{path.relative_to(SOURCE)} needs Triton"
+                if (path.stem, top) == (KERNELS, "triton"):
+                    continue
                 assert top in little or top in sys_stdlib(), f"{path.relative_to(SOURCE)} imports {name}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 from paper_world import write_glue, write_models
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.pytorch_utils import Conv1D
+
+from pf2lora.adapters import short_attention
 
 pytest.importorskip("peft", reason="the plain way of the benchmark is PEFT's")
 
@@ -68,9 +72,11 @@ def test_a_profile_keeps_its_rows(
     leaves the first one's rows."""
     profile, file = scripts["step_profile"], tmp_path / "rows.json"
     kernels = {"nvjet_tst": (2000.0, 4.0), "ampere_gemm": (500.0, 2.0), "triton_poi_fused": (1500.0, 3.0)}
+    kernels |= {"short_attention_forward": (300.0, 2.0), "short_attention_backward": (700.0, 2.0)}
     kinds = {
         "products": {"ms": 2.5, "calls": 6.0},
         "compiled elementwise": {"ms": 1.5, "calls": 3.0},
+        "attention": {"ms": 1.0, "calls": 4.0},
     }
     assert list(profile.by_kind(kernels).items()) == list(kinds.items())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -85,6 +91,15 @@ def test_a_profile_keeps_its_rows(
     assert rows[0]["machine"] == {"device": "H200"} and rows[0]["versions"] and rows[0]["day"]
     assert profile.main(["--models", "gpt2-medium", "--json", str(file)])[:4] == rows
     assert [row["model"] for row in json.loads(file.read_text())] == ["roberta-base"] * 4 + ["gpt2-medium"]
+
+
+def test_a_profile_of_torchs_attention_has_none_of_our_kernels(scripts: dict[str, ModuleType]) -> None:
+    profile = scripts["step_profile"]
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 3, 32, 16, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        for name, backends in profile.ATTENTION.items():
+            with profile.torchs_attention(backends) if backends else nullcontext():
+                assert short_attention.applies(q, k, v, None, dropout=0.0, causal=False) is (name == "auto")
 
 
 def test_compiling_has_a_row_for_each_length_with_what_repays_it(

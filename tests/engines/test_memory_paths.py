@@ -83,8 +83,9 @@ def test_recorded_steps_of_language_models_replay_their_own_batches(stand_in_gra
 
 def same_run(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
     """Within the order of summation: where a gradient is nearly zero AdamW makes a step of a rounding, so that single
-    numbers of x part (by up to 6e-4 where the weights differ by one rounding), and neither the loss nor the rest."""
-    torch.testing.assert_close(ours[1], expected[1], rtol=0, atol=2e-5)
+    numbers of x part (by up to 6e-4 where the weights differ by one rounding), and neither the loss (by 7e-6 of it at
+    most, seen with 4 bits on an H200) nor the rest."""
+    torch.testing.assert_close(ours[1], expected[1], rtol=2e-5, atol=2e-5)
     assert (ours[0] - expected[0]).abs().mean() < 2e-6
 
 

@@ -213,3 +213,12 @@ def test_when_d_is_rescaled(rescale: str) -> None:
     assert made(rules.Rule, p, client_lr=0.1).longest(p.y) is None
     with pytest.raises(UserError, match="sometimes"):
         made(rules.Rule, p, rescale="sometimes")
+
+
+def test_seldom_sized_means_after_so_many_steps() -> None:
+    p = problem()
+    method = made(rules.Seldom, p, between=40)
+    assert [number for number in range(1, 14) if method.resizes_before(number, 10)] == [5, 9, 13]
+    assert [number for number in range(1, 5) if method.resizes_before(number, 100)] == [2, 3, 4]
+    assert not made(rules.Seldom, p, rescale="never").resizes_before(5, 10)
+    assert [number for number in range(1, 5) if made(rules.Rule, p).resizes_before(number, 10)] == [2, 3, 4]

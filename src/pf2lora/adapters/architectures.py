@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pf2lora.adapters.layers import Adapted
 
@@ -110,6 +111,14 @@ def within_windows(mask: Tensor, config: Any) -> Tensor | dict[str, Tensor]:
     if getattr(config, "layer_types", None) is None:  # every layer has the window
         return near
     return {"full_attention": mask, "sliding_attention": near}
+
+
+def keep_positions(model: PreTrainedModel) -> None:
+    """Relative positions that are right with the client axis, and looked up: for the kinds that have any."""
+    if model.config.model_type == "deberta-v2":
+        stack_relative_positions(model)
+    if model.config.model_type == "mpnet":
+        keep_position_buckets(model)
 
 
 def keep_position_buckets(model: nn.Module) -> None:

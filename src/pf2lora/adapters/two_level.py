@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from pf2lora.adapters import short_attention
 from pf2lora.adapters.architectures import (
     ARCHITECTURES,
     HEADS,
     Architecture,
-    keep_position_buckets,
+    keep_positions,
     needed_mask,
     packed_mask,
-    stack_relative_positions,
     within_windows,
 )
 from pf2lora.adapters.base_model import fresh_parameters
@@ -55,10 +55,7 @@ class TwoLevelModel:
         model.eval()  # the base model's own dropout stays off: its masks would depend on who shares the pass
         self.adapted = self._inject(find_targets(model, spec.targets, self.architecture))
         self.heads = self._stack_heads() if spec.head != "frozen" else {}
-        if model.config.model_type == "deberta-v2":
-            stack_relative_positions(model)
-        if model.config.model_type == "mpnet":
-            keep_position_buckets(model)
+        keep_positions(model)
         self.common_layout, self.personal_layout = self._layouts()
         self.output_layer = output_layer(model)  # None: the model's loss is made of all its logits
         self.compiled: dict[nn.Module, Callable[..., Any]] = {}
@@ -224,7 +221,8 @@ class TwoLevelModel:
         key: Tensor | None,
         inputs: Mapping[str, Any],
     ) -> Any:
-        fused = self.model.config._attn_implementation != "eager"
+        bidirectional = self.architecture.attention == "bidirectional"
+        fused = short_attention.is_fused(self.model, self.dtype, common.device, bidirectional=bidirectional)
         length = inputs["input_ids"].shape[1]
         mask = attention_mask
         if mask is None or mask.dim() < 4:  # else it is ready-made
@@ -335,6 +333,7 @@ class TwoLevelModel:
         self.unbind()
         self.compiles_layers = self.repeats_layers = False
         self._set_passes()
+        short_attention.leave(self.model)
         layers: dict[str, Adapted | ClientLinear] = {**self.adapted, **self.heads}
         for name, layer in layers.items():
             self.model.set_submodule(name, layer.base)

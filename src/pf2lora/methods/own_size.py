@@ -18,7 +18,6 @@ ALPHA = 0.1  # α where it is not given: rather too large, as what is too large 
 FIXED = 0.03  # α where there are no validation rows to take it back by
 LONGEST = 1.0  # a step of y, per number of it, in steps of x (AdamW's are about η per number)
 SIZES = (0.0, 0.6, 1.4)  # what a client tries to multiply its D by
-BETWEEN = 1  # local steps at least from one time to the next
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,7 @@ class OwnSize(Method):
         return self.client_lr == AUTO
 
     def resizes_before(self, number: int, steps: int) -> bool:
-        """Counted by steps, so that short rounds ask no more of the validation rows than long ones."""
-        done = (number - 1) * steps
-        return self.resizes and number > 1 and done // BETWEEN > (done - steps) // BETWEEN
+        return self.resizes and number > 1
 
     @property
     def rate(self) -> float:
