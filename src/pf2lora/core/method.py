@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pf2lora.core.layout import NO_LAYOUT, Layout
 from pf2lora.core.optim import OPTIMIZERS, Moments, no_moments
-from pf2lora.core.rates import GivenRate
+from pf2lora.core.rates import RATE, GivenRate
 from pf2lora.errors import unknown
 
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
@@ -112,7 +112,7 @@ class Method(ABC):
     """
 
     layout: Layout
-    lr: float = 1e-3
+    lr: float = RATE
     weight_decay: float = 0.01
     optimizer: str = "adamw"
 

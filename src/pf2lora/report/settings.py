@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pf2lora.core.rates import AUTO
 from pf2lora.run.result import Result
 
 
@@ -12,7 +11,7 @@ def settings(result: Result) -> dict[str, str]:
     """The config, flat; beside a setting of training that is `auto` is what the methods were set up with."""
     rows = flat(result.config)
     for name, asked in result.config.get("training", {}).items():
-        if asked == AUTO and (found := resolved(result, name)):
+        if asked == "auto" and (found := resolved(result, name)):
             rows[f"training.{name}"] += f" ({', '.join(found)})"
     return rows
 
