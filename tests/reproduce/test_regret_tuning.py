@@ -144,9 +144,11 @@ def test_rates_are_tuned_on_validation_rows(tmp_path: Path, one_thread: None) ->
         pair = TASKS["sst2-h0.9"], variants()["homlora"]
         made.append(runs.execute(plan, *pair, runs.Current(plan).workload(*pair)))
     plain, spoilt = made
-    assert plain.settings["training"]["lr"] == "auto" and lrs(plain.tries) == pytest.approx([3e-3, 1e-3])
+    assert plain.settings["training"]["lr"] == "auto" and lrs(plain.tries)[:2] == pytest.approx([3e-3, 1e-3])
     before = replace(plain, variant="local", settings=merged(plain.settings, {"training": {"lr": 1e-3}}))
-    assert len(records.read([records.write([plain, before], tmp_path / "merged")])) == 2  # lr was a number once
+    assert (
+        len(records.read([records.write([plain, before], tmp_path / "merged")])) == 2
+    )  # lr was a number once
     assert plain.tries == spoilt.tries and plain.rates == spoilt.rates
     assert len({t.loss for t in plain.tries}) == len(plain.tries) > 1
     assert plain.scores[0].points["served"]["loss"] != spoilt.scores[0].points["served"]["loss"]

@@ -76,7 +76,12 @@ def test_the_rate_goes_by_the_smallest_input_of_the_adapted_layers(
 
 def test_queries_and_all_linear_layers_of_a_model_give_the_hidden_size(narrow: float) -> None:
     """Whatever the ranks are, and of whatever the head is an input."""
-    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     base = LlamaForCausalLM(LlamaConfig(vocab_size=11, num_key_value_heads=1, **sizes))
     for targets in ((), ("all-linear",)):
         model = TwoLevelModel(base, AdapterSpec(rank=6, client_rank=2, targets=targets))
