@@ -71,7 +71,7 @@ def plain_clients(
     state = start(trial)
     loop = PlainLoop(
         trial.model,
-        lr=RATES.lr,
+        lr=trial.method.lr,
         client_lr=CLIENT_LR,
         weight_decay=RATES.weight_decay,
         masked=masked,

@@ -41,6 +41,7 @@ from pf2lora.run.api import run
 from pf2lora.run.cadence import rounds_to_evaluate
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import Config, from_settings
+from pf2lora.run.set_up import first_rate
 from pf2lora.run.workload import DTYPES, Workload, choose_device
 
 RANK = 8
@@ -98,6 +99,7 @@ class OneModel:
     def __init__(self, workload: Workload) -> None:
         config = workload.config
         self.workload, self.device, self.training = workload, workload.device, config.training
+        self.lr = first_rate(workload, config.training.method[0])
         base = AutoModelForSequenceClassification.from_pretrained(
             config.model.name, num_labels=len(workload.task.labels), dtype=DTYPES[config.model.precision]
         )
@@ -138,7 +140,7 @@ class OneModel:
             collate_fn=self.collate,
         )
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=self.training.lr, weight_decay=self.training.weight_decay)
+        optimizer = torch.optim.AdamW(trained, lr=self.lr, weight_decay=self.training.weight_decay)
         self.model.train()
         for _, batch in zip(range(self.training.steps), loader):
             loss = self.model(**batch.to(self.device)).loss
@@ -152,7 +154,7 @@ class OneModel:
                 folder,
                 max_steps=self.training.steps,
                 per_device_train_batch_size=self.training.batch_size,
-                learning_rate=self.training.lr,
+                learning_rate=self.lr,
                 weight_decay=self.training.weight_decay,
                 lr_scheduler_type="constant",
                 report_to=[],

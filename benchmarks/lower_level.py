@@ -161,6 +161,7 @@ def runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "seeds": options.seeds,
         "precision": options.precision,
         "hypergradient_mode": "none",
+        "lr": 1e-3,  # which the stored rows were made with
         "evaluate_every": options.every,
         "strict": True,
         "method": ["pf2lora"],

@@ -6,9 +6,11 @@ import warnings
 from dataclasses import replace
 
 from pf2lora.cli.demo import demo_config
+from pf2lora.core.rates import RATE
 from pf2lora.methods import BOUNDS, SETS
-from pf2lora.run.comparison import prepare, without_validation
+from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_settings
+from pf2lora.run.first_notes import without_validation
 
 
 def test_the_demo_shows_the_defaults_with_validation() -> None:
@@ -20,7 +22,7 @@ def test_the_demo_shows_the_defaults_with_validation() -> None:
     assert config.adapter == default.adapter and config.methods == {}
     own = ("method", "rounds", "steps", "batch_size", "evaluate_every", "lr")
     assert replace(training, **{name: getattr(plain, name) for name in own}) == plain
-    assert training.lr > plain.lr
+    assert isinstance(training.lr, float) and training.lr > RATE and plain.lr == "auto"
 
 
 def test_the_demo_compares_federating_with_not_federating() -> None:

@@ -28,6 +28,7 @@ FEDERATED = [name for name, kind in METHODS.items() if kind.federated]
 ALL: dict[str, Any] = {}
 HALF: dict[str, Any] = {"participation": 0.5, "weighting": "size"}
 RATES: dict[str, Any] = {"schedule": "cosine", "warmup": 0.3, "class_weights": "balanced"}
+NONE_SET: dict[str, Any] = {"lr": "auto", "client_lr": "auto"}  # the defaults
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,7 @@ RATES: dict[str, Any] = {"schedule": "cosine", "warmup": 0.3, "class_weights": "
         *(pytest.param(method, ALL, id=f"all-{method}") for method in FEDERATED),
         *(pytest.param(m, HALF, id=f"half-by-size-{m}", marks=in_time(m)) for m in FEDERATED),
         *(pytest.param(m, RATES | HALF, id=f"rates-{m}") for m in ("pf2lora", "homlora-bias", "fedadam")),
+        *(pytest.param(m, NONE_SET, id=f"no-rate-set-{m}") for m in ("pf2lora", "fedadam", "hetlora")),
     ],
 )
 def test_every_method_gives_the_local_engines_numbers(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Literal
 
 import pytest
 from tiny import regression_problem
 
 from pf2lora.core.method import Surroundings
+from pf2lora.core.rates import rate_in_numbers
 from pf2lora.methods import METHODS
 from pf2lora.methods.hetlora import HetLoRA
 from pf2lora.methods.homlora import HomLoRA
@@ -17,7 +18,7 @@ from pf2lora.methods.per_fedavg import PerFedAvg
 from pf2lora.methods.pf2lora import PF2LoRA
 from pf2lora.run.config import TrainingSettings
 
-COMMON = {"lr": float, "weight_decay": float, "optimizer": str, "rank": int}
+COMMON = {"lr": float | Literal["auto"], "weight_decay": float, "optimizer": str, "rank": int}
 
 
 @pytest.mark.parametrize(
@@ -103,8 +104,10 @@ def test_a_bilevel_method_learns_the_runs_precision() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_built_by_hand_has_the_defaults_of_a_run(name: str) -> None:
-    """What a run's settings and a method call the same has one default."""
+    """What a run's settings and a method call the same has one default; a rate that is left to the model is that of a
+    small one."""
     method, run = METHODS[name](regression_problem().layout), TrainingSettings()
+    run = replace(run, lr=rate_in_numbers(run.lr, method.layout))
     common = {f.name for f in fields(method)} & {f.name for f in fields(run)}
     assert {"lr", "weight_decay"} <= common and ("client_lr" in common) == name.startswith("pf2lora")
     assert {key: getattr(method, key) for key in common} == {key: getattr(run, key) for key in common}

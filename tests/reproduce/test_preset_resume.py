@@ -45,7 +45,7 @@ def test_what_cannot_go_on_starts_anew(world: World, tmp_path: Path) -> None:
         found = go_on(folder, other, prepare(other), said.append)
         assert found == compare(other) and not folder.exists()
     (line,) = (line for line in said if "starts anew" in line)
-    assert "training.lr was 0.001 and is 0.5" in line
+    assert "training.lr was 'auto' and is 0.5" in line
 
 
 def test_one_that_diverges_leaves_nothing_behind(world: World, tmp_path: Path) -> None:

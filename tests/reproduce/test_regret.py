@@ -197,7 +197,7 @@ def test_a_small_benchmark_is_run_stopped_resumed_and_read(
     for line in lines:
         assert line["seeds"] == [0, 1] == [score["seed"] for score in line["scores"]]
         if line["variant"] == "pf2lora-default":
-            assert line["tries"] == [] and line["rates"] == {"lr": 1e-3}
+            assert line["tries"] == [] and line["rates"] == {"lr": 3e-3}
         else:
             assert len(line["tries"]) == 2 and line["rates"] in [t["rates"] for t in line["tries"]]
             assert all(t["loss"] is not None for t in line["tries"])

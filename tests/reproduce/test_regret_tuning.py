@@ -26,7 +26,7 @@ from pf2lora.reproduce.regret.variants import (
     check_tries,
     variants,
 )
-from pf2lora.run.config import Config, from_settings
+from pf2lora.run.config import Config, from_settings, merged
 
 
 def tuned(variant: Variant, losses: Sequence[float | None], **changes: Any) -> list[Try]:
@@ -38,7 +38,7 @@ def tuned(variant: Variant, losses: Sequence[float | None], **changes: Any) -> l
         seen.append(tried)
         return losses[len(seen) - 1]
 
-    tries = tune(variant, config, plan, loss)
+    tries = tune(variant, config, 1e-3, plan, loss)
     assert [c.training.lr for c in seen] == [t.rates["lr"] for t in tries] and len(seen) == len(losses)
     assert all((c.training.seed, c.training.seeds) == (TUNING_SEED, 1) for c in seen)
     assert [t.loss for t in tries] == list(losses)
@@ -144,6 +144,11 @@ def test_rates_are_tuned_on_validation_rows(tmp_path: Path, one_thread: None) ->
         pair = TASKS["sst2-h0.9"], variants()["homlora"]
         made.append(runs.execute(plan, *pair, runs.Current(plan).workload(*pair)))
     plain, spoilt = made
+    assert plain.settings["training"]["lr"] == "auto" and lrs(plain.tries)[:2] == pytest.approx([3e-3, 1e-3])
+    before = replace(plain, variant="local", settings=merged(plain.settings, {"training": {"lr": 1e-3}}))
+    assert (
+        len(records.read([records.write([plain, before], tmp_path / "merged")])) == 2
+    )  # lr was a number once
     assert plain.tries == spoilt.tries and plain.rates == spoilt.rates
     assert len({t.loss for t in plain.tries}) == len(plain.tries) > 1
     assert plain.scores[0].points["served"]["loss"] != spoilt.scores[0].points["served"]["loss"]
@@ -158,9 +163,8 @@ def test_a_methods_own_rates_are_tuned_beside_lr(tmp_path: Path) -> None:
 def test_one_try_is_the_default_without_a_run(tmp_path: Path) -> None:
     config = Plan("model", "", tmp_path, tmp_path).config(TASKS["vader"], variants()["local"])
     plan = Plan("model", "", tmp_path, tmp_path, tries=1)
-    assert tune(variants()["local"], config, plan, lambda tried: pytest.fail("a run")) == [
-        Try({"lr": 1e-3}, None)
-    ]
+    found = tune(variants()["local"], config, 0.002, plan, lambda tried: pytest.fail("a run"))
+    assert found == [Try({"lr": 0.002}, None)]
 
 
 def test_a_reported_seed_is_not_tuned_on(tmp_path: Path) -> None:

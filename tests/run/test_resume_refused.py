@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"lr": 0.5}, r"other settings \(training.lr was 0.001 and is 0.5\)"),
+        ({"lr": 0.5}, r"other settings \(training.lr was 'auto' and is 0.5\)"),
         ({"rank": 2, "client_rank": 1}, r"other settings \(adapter.rank was 4 and is 2\)"),
         ({"max_length": 8}, r"other settings \(task.max_length was 16 and is 8\)"),
         ({"seed": 1}, r"training.seed was 0 and is 1"),

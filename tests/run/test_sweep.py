@@ -89,6 +89,8 @@ def test_a_try_is_the_run_with_its_rates(world: World, loaded: Workload) -> None
     [
         ("pf2lora", [{"client_lr": v} for v in ("auto", 0.1, 0.2)], [1, 2]),
         ("pf2lora", [{"client_lr": v} for v in (0.0, 0.1, 0.2)], [1, 2]),
+        ("homlora", [{"lr": v} for v in (0.1, "auto", 0.2)], [2, 1]),  # no number of its own
+        ("homlora", [{"lr": "auto", "weight_decay": v} for v in (0.1, 0.2)], [2]),
         ("homlora", [{"rank": 4}, {"rank": 2}], [1, 1]),
         ("homlora", [{"batch_size": b, "lr": lr} for b in (4, 8) for lr in (0.1, 0.2)], [2, 2]),
         ("fedadam", [{"lr": 0.1}, {"lr": 0.2}], [1, 1]),  # the server's rate follows lr
@@ -103,6 +105,12 @@ def test_who_is_trained_side_by_side(
     assert [len(group) for group in groups(workload, method, tried)] == expected
     early = replace(workload, config=config_of(world, method=[method], patience=1))
     assert [len(group) for group in groups(early, method, tried)] == [1] * len(tried)
+
+
+def test_a_rate_that_is_left_to_the_model_is_tried_as_what_it_comes_to(loaded: Workload) -> None:
+    tried: list[Rates] = [{"lr": 0.02}, {"lr": "auto"}, {"lr": 3e-3}]
+    found = {one.rates["lr"]: one.score for one in run_tries(loaded, "homlora", tried, deployed_loss)}
+    assert found["auto"] == pytest.approx(found[3e-3], abs=1e-6) and found["auto"] != found[0.02]
 
 
 def test_a_batch_size_among_the_rates_is_the_runs(loaded: Workload) -> None:

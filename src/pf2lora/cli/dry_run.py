@@ -88,7 +88,8 @@ def show_costs(config: Config, methods: Sequence[MethodPlan], device: str, per_n
         )
     training = config.training
     seeds = f"{training.seeds} seed{'s' if training.seeds > 1 else ''}"
-    length = f"{training.rounds} rounds of {training.steps} steps, {seeds}"
+    rates = " or ".join(dict.fromkeys(f"{method.lr:g}" for method in methods))
+    length = f"{training.rounds} rounds of {training.steps} steps, lr {rates}, {seeds}"
     console.print(f"\n[bold]{length}[/bold], times from {device} just now, about")
     console.print(table)
 

@@ -27,7 +27,7 @@ Over = Annotated[
         "--over",
         metavar="NAME=V1,V2,…",
         help="A rate, or another number of the methods or of training, and the values to try; several: all "
-        "combinations [dim](default: lr=1e-4,3e-4,1e-3,3e-3)[/dim]",
+        "combinations [dim](default: lr=3e-4,1e-3,3e-3,1e-2)[/dim]",
         rich_help_panel="Everyday",
         show_default=False,
     ),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pf2lora.core.layout import NO_LAYOUT, Layout
 from pf2lora.core.optim import OPTIMIZERS, Moments, no_moments
+from pf2lora.core.rates import RATE, GivenRate
 from pf2lora.errors import unknown
 
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
@@ -111,7 +112,7 @@ class Method(ABC):
     """
 
     layout: Layout
-    lr: float = 1e-3
+    lr: float = RATE
     weight_decay: float = 0.01
     optimizer: str = "adamw"
 
@@ -159,10 +160,11 @@ class Method(ABC):
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:
-        """What a user may set in `[methods.NAME]`, with its type: the method's own fields and its adapter's ranks."""
+        """What a user may set in `[methods.NAME]`, with its type: the method's own fields and its adapter's ranks. `lr`
+        may be left to the model; a method that is set up has a number."""
         hints = get_type_hints(cls)
         own = {f.name: hints[f.name] for f in fields(cls) if f.name not in cls.derived}
-        return own | {"rank": int} | ({"client_rank": int} if cls.two_level else {})
+        return own | {"lr": GivenRate, "rank": int} | ({"client_rank": int} if cls.two_level else {})
 
     @classmethod
     def adapter_ranks(cls, rank: int, client_rank: int, given: Mapping[str, Any]) -> tuple[int, int]:

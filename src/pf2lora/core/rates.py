@@ -1,13 +1,32 @@
-"""How the rates of a run change with its local steps: a warm-up, then constant, linear or cosine."""
+"""The rate of a run where none is given, and how rates change with its local steps: a warm-up, then constant, linear or
+cosine."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from pf2lora.errors import UserError, unknown
 
+if TYPE_CHECKING:
+    from pf2lora.core.layout import Layout  # which takes torch, and a config does without
+
 RATE_SCHEDULES = ("constant", "linear", "cosine")
+
+AUTO: Literal["auto"] = "auto"
+GivenRate = float | Literal["auto"]
+RATE, WIDTH = 3e-3, 768  # what is best, or near it, on models of 384 to 768 (docs/rates.md)
+
+
+def rate_in_numbers(given: GivenRate, layout: Layout) -> float:
+    """A rate of AdamW on the common adapter, as a number. `auto` is η = 3e-3 · min(1, 768 / n), with n the smallest
+    input of the adapted layers: AdamW moves every number of A by about η, and so A's product with an input of n numbers
+    by up to n · η."""
+    if given != AUTO:
+        return given
+    widths = [entry.shape[1] for entry in layout.entries if entry.kind == "A"]
+    return RATE * (WIDTH / max(WIDTH, min(widths, default=WIDTH)))
 
 
 @dataclass(frozen=True)

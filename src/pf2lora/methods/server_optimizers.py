@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pf2lora.core.method import Loss, Method, State, StepStats, Surroundings, Updates, gradients, variable
 from pf2lora.core.optim import Moments, no_moments
+from pf2lora.core.rates import RATE
 from pf2lora.errors import UserError
 
 
@@ -119,10 +120,10 @@ class FedAdam(ServerOptimizer):
     β₁ is 0.5 and not the paper's 0.9 for the reason that FedAvgM's β is.
     """
 
-    server_lr: float = 0.003
+    server_lr: float = 3 * RATE
     beta1: float = 0.5
     beta2: float = 0.99
-    tau: float = 0.001
+    tau: float = RATE
 
     name: ClassVar[str] = "fedadam"
     label: ClassVar[str] = "FedAdam"

@@ -10,7 +10,7 @@ from pathlib import Path
 from pf2lora import __version__
 from pf2lora.atomic import make_folder, write_text
 from pf2lora.errors import UserError
-from pf2lora.report import choices, findings, newcomers, payload, views
+from pf2lora.report import choices, findings, newcomers, payload, settings, views
 from pf2lora.report import summary as summaries
 from pf2lora.run import numbers
 from pf2lora.run.measured import by_measured_metric
@@ -101,9 +101,9 @@ def render(runs: list[Result], names: list[str] | None = None) -> str:
         same_clients=views.same_clients(runs),
         findings=findings.findings(runs[0]) if len(runs) == 1 else [],
         client_data=views.client_data(runs[0]),
-        config=views.flat(runs[0].config),
+        config=settings.settings(runs[0]),
         machine=views.machine(runs[0]),
-        differences=views.config_differences(runs),
+        differences=settings.differences(runs),
     )
 
 

@@ -281,42 +281,12 @@ def warnings(series: list[Series]) -> list[dict[str, Any]]:
     return [{"text": text, "sources": sources} for text, sources in found.items()]
 
 
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """A config as `section.key`: value, as one would write it in TOML."""
-    rows: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            rows |= flat(value, f"{prefix}{key}.")
-        else:
-            rows[prefix + key] = _toml(value)
-    return rows
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return "–" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
-
-
 def machine(result: Result) -> dict[str, str]:
     """What it ran on, sizes as people read them."""
     return {
         key.removesuffix("_bytes"): numbers.size(value) if key.endswith("_bytes") else str(value)
         for key, value in result.machine.items()
     }
-
-
-def config_differences(runs: list[Result]) -> list[tuple[str, list[str]]]:
-    """The settings in which the runs differ."""
-    configs = [
-        {"base model": _toml(r.base_model)} | flat(r.config) | {"machine": str(r.machine.get("name"))}
-        for r in runs
-    ]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    rows = [(key, [config.get(key, "–") for config in configs]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
 def same_clients(runs: list[Result]) -> bool:

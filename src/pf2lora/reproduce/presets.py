@@ -21,8 +21,9 @@ from pf2lora.reproduce.preset import Example, Grid, Paper, Preset, Run
 from pf2lora.run.config import TABLES, from_dict, merged, read_toml
 
 FOLDER = Path(str(files("pf2lora"))) / "presets"
-EVERYWHERE: dict[str, Any] = {"data": {"validation_ratio": 0.0}}
-"""Config tables that every preset begins with: where the paper's experiments differ from a user's defaults."""
+EVERYWHERE: dict[str, Any] = {"training": {"lr": 1e-3}, "data": {"validation_ratio": 0.0}}
+"""Config tables that every preset begins with: where the paper's experiments differ from a user's defaults. The rate is
+that of methods which the paper does not have: stored tables were made with it."""
 
 CONFIG_TABLES = (*TABLES, "task", "methods")
 FIGURES = ("bars", "lines", "losses", "none")

@@ -18,7 +18,7 @@ from pf2lora.methods import METHODS
 from pf2lora.reproduce.preset import Run
 from pf2lora.run import costs
 from pf2lora.run.config import Config
-from pf2lora.run.set_up import adapter_spec, method_settings, method_table
+from pf2lora.run.set_up import adapter_spec, method_in, method_table
 
 BASELINE = "homlora"  # what the ratio of operations is to
 
@@ -56,7 +56,7 @@ def method_on(config: Config, name: str, model: TwoLevelModel, clients: int) -> 
     """The method of so many clients, without their data."""
     rank = method_table(config, name).get("rank", config.adapter.rank)
     run = Surroundings(model.common_layout, rank, clients, tuple(range(clients)), config.model.precision)
-    return METHODS[name].set_up(run, method_settings(config, name))
+    return method_in(config, name, run)
 
 
 def of_method(config: Config, name: str, shape: PretrainedConfig, length: int | None) -> dict[str, float]:

@@ -46,6 +46,9 @@ class About:
     holds: str  # which of the candidates
     rounds: int  # that were done, which may be fewer than were asked for
     privacy: str = "no noise was added"
+    lr: float | None = (
+        None  # of the run's AdamW: a newcomer's adapter is not made by it, and earlier runs do not say
+    )
 
 
 def write_cards(out: Path, config: Config, result: Result) -> None:
@@ -89,6 +92,7 @@ def write_site_card(
     choice: Choice | None,
     rounds: int,
     metrics: dict[str, Metric],
+    lr: float,
 ) -> None:
     """The card of what a site of a federation deploys after so many rounds: the site knows its own rows and scores, and
     nobody else's. `scores` are those of "deploy" and "served"."""
@@ -100,6 +104,7 @@ def write_site_card(
         measured_on=f"On {client.name}'s {client.test} test rows",
         holds=in_words(choice, rounds),
         rounds=rounds,
+        lr=lr,
         **({"privacy": noise} if config.privacy.on else {}),
     )
     write_card(adapter, config, method, about, metrics, datetime.now(UTC).isoformat())
@@ -120,6 +125,7 @@ def of_client(result: Result, run: SeedRun, k: int, client: ClientInfo) -> About
         measured_on=f"On {client.name}'s {client.test} test rows",
         holds=in_words(run.choices[k] if run.choices else None, rounds),
         rounds=rounds,
+        lr=run.settings.get("lr"),
         **price(run.privacy, "what is the client's own, and its choice, are not covered"),
     )
 
@@ -143,6 +149,7 @@ def of_common(result: Result, run: SeedRun) -> About:
         measured_on=measured,
         holds=holds,
         rounds=rounds,
+        lr=run.settings.get("lr"),
         **price(run.privacy),
     )
 
@@ -194,7 +201,7 @@ def card(
         + (f", with {', '.join(peft['modules_to_save'])}" if peft["modules_to_save"] else ""),
         "trained on": about.trained_on,
         "training": f"{about.rounds} round{'' if about.rounds == 1 else 's'} of {training.steps} steps, "
-        f"batches of {training.batch_size}, seed {training.seed}",
+        f"batches of {training.batch_size}, {'' if about.lr is None else f'lr {about.lr:g}, '}seed {training.seed}",
         "holds": about.holds,
         "privacy": about.privacy,
         "made": f"{day} with " + ", ".join(f"{name} {number}" for name, number in made.items()),

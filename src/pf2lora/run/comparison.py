@@ -17,19 +17,19 @@ from pf2lora.engines.processes import current
 from pf2lora.engines.room import NoRoom
 from pf2lora.errors import UserError, unknown
 from pf2lora.methods import METHODS
-from pf2lora.methods.own_size import AUTO, FIXED
 from pf2lora.run import compiling
 from pf2lora.run import trial as trials
 from pf2lora.run.baselines import baselines
 from pf2lora.run.checkpoints import Checkpoints, Finished
 from pf2lora.run.config import Config, to_dict
 from pf2lora.run.events import Event, Listener, MethodEnded, MethodStarted, RoundEnded, RunEnded, RunStarted
+from pf2lora.run.first_notes import chosen_rate, without_validation
 from pf2lora.run.fitting import fitted
 from pf2lora.run.launch import limited
 from pf2lora.run.made_with import machine, versions
 from pf2lora.run.progress import shown
 from pf2lora.run.result import Baseline, ClientInfo, ExampleRecord, MethodResult, Result, RoundRecord
-from pf2lora.run.set_up import Trial, check_methods, method_settings, schedule_of, set_up
+from pf2lora.run.set_up import Trial, check_methods, schedule_of, set_up
 from pf2lora.run.trial import Outcome
 from pf2lora.run.work import Meter, before_training, work_of_rounds
 from pf2lora.run.workload import Workload, load_workload
@@ -116,6 +116,8 @@ def told_compare(
     told: set[str] = set()
     examples: dict[tuple[int, int], ExampleRecord] = {}
     tell_notes(workload, watcher, told)
+    for note in chosen_rate(workload):
+        watcher.on_note(note)
     with telling_rows(before_training(workload, watcher.event)):
         references = baselines(workload)
     for asked in config.training.method:
@@ -175,17 +177,6 @@ def tell_notes(workload: Workload, watcher: Watcher, told: set[str]) -> None:
         if note not in told:
             told.add(note)
             watcher.on_note(note)
-
-
-def without_validation(workload: Workload) -> list[str]:
-    """One line where nobody has validation rows: what is then not chosen by them."""
-    if workload.validation is not None:
-        return []
-    asked = workload.config.training.method
-    line = "no validation rows: every client deploys what it is served after the last round"
-    if any(method_settings(workload.config, name).get("client_lr") == AUTO for name in asked):
-        line += f", and --client-lr auto is {FIXED:g}"
-    return [line]
 
 
 def add_examples(

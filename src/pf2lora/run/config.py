@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pf2lora.adapters.spec import AdapterSpec
-from pf2lora.core.rates import RateSchedule
+from pf2lora.core.rates import AUTO, RateSchedule
 from pf2lora.data.settings import DataSettings
 from pf2lora.errors import UserError, check_path, reading, shown, unknown
 from pf2lora.methods import METHODS, SET_NAMES, resolved
@@ -55,7 +55,11 @@ class TrainingSettings:
         None,
         "rows of a batch that are computed at once, which bounds memory (default: all, or what the device holds)",
     )
-    lr: float = setting(1e-3, "learning rate of the common adapter (AdamW)", everyday=True)
+    lr: float | Literal["auto"] = setting(
+        AUTO,
+        "learning rate of the common adapter (AdamW), or auto: 3e-3, less above a width of 768",
+        everyday=True,
+    )
     client_lr: float | Literal["auto"] = setting(
         "auto",
         "learning rate of the client's own adapter (SGD), or auto: found by each client",
@@ -104,10 +108,12 @@ class TrainingSettings:
         if not self.method:
             raise UserError(f"no method is named; choose from {', '.join(METHODS)}")
         require_positive(
-            self, "rounds", "steps", "batch_size", "micro_batch", "seeds", "evaluate_every", "lr", "patience"
+            self, "rounds", "steps", "batch_size", "micro_batch", "seeds", "evaluate_every", "patience"
         )
         require_not_negative(self, "weight_decay", "seed")
-        if self.client_lr != "auto":
+        if self.lr != AUTO:
+            require_positive(self, "lr")
+        if self.client_lr != AUTO:
             require_not_negative(self, "client_lr")
         for name in ("personal_steps", "max_bad_clients"):
             if getattr(self, name) is not None:

@@ -48,6 +48,7 @@ class MethodPlan:
     training_seconds: float
     evaluation_seconds: float
     memory_bytes: int | None
+    lr: float
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def method_plan(workload: Workload, name: str) -> MethodPlan:
         step * training.steps * (share * training.rounds + alone),
         evaluation * times,
         memory,
+        trial.method.lr,
     )
 
 

@@ -19,7 +19,7 @@ from pf2lora.core.randomness import generator
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.methods.feddpa import Mixture
-from pf2lora.run.set_up import method_settings
+from pf2lora.run.set_up import method_in
 
 if TYPE_CHECKING:
     from pf2lora.run.saved import LoadedRun
@@ -60,7 +60,9 @@ def mixture(run: LoadedRun) -> Mixture:
         raise UserError(f"{run.saved.method} mixes no adapters: a weight per input is for runs of {able}")
     layouts = run.model.common_layout, run.model.personal_layout
     surroundings = Surroundings(layouts[0], run.model.spec.rank, 1, (0,), personal_layout=layouts[1])
-    return kind.set_up(surroundings, method_settings(run.config, run.saved.method))
+    method = method_in(run.config, run.saved.method, surroundings)
+    assert isinstance(method, Mixture)
+    return method
 
 
 def sampled(rows: Sequence[Any], seed: int, client: str) -> list[Any]:

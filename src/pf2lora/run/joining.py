@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pf2lora.core.method import Method, State, StepStats, Surroundings
+from pf2lora.core.rates import rate_in_numbers
 from pf2lora.data.client import Client
 from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.engines.steps import Step
@@ -22,7 +23,7 @@ from pf2lora.run.evaluation import Measured, Models, evaluation_rounds, finite, 
 from pf2lora.run.progress import track
 from pf2lora.run.result import Choice
 from pf2lora.run.saved import LoadedRun
-from pf2lora.run.set_up import Trial, batch_source, method_settings, schedule_of
+from pf2lora.run.set_up import Trial, batch_source, method_in, method_settings, schedule_of
 from pf2lora.run.validation import sampled_judge
 from pf2lora.run.workload import Workload, to_choose_by
 
@@ -102,7 +103,8 @@ class Joining:
 
     @property
     def rates(self) -> dict[str, Any]:
-        return {key: self.settings[key] for key in ("lr", "weight_decay")}
+        lr = rate_in_numbers(self.settings["lr"], self.run.model.common_layout)
+        return {"lr": lr, "weight_decay": self.settings["weight_decay"]}
 
     def trial(self, method: Method, common: Tensor, personal: Tensor) -> Trial:
         """The method on this client's rows. What it begins with is the run's last common adapter, of which a method's
@@ -149,7 +151,7 @@ class Joining:
             trial = self.trial(self.newcomer(), common, personal)
             return OWN, trial, self.fitted(trial)
         if self.kind.adapts_before_use:
-            method = self.kind.set_up(self.surroundings, self.settings)
+            method = method_in(self.config, self.run.saved.method, self.surroundings)
             trial = self.trial(method, common, personal)
             return ADAPTED, trial, iter([standing(trial.state)])
         trial = self.trial(self.local(), common, personal)

@@ -125,6 +125,7 @@ class SeedRun:
         None  # of `evaluation_seconds`, in which validation rows were asked before steps
     )
     common_round: int | None = None  # of the common adapter that is kept, where validation rows choose it
+    settings: dict[str, Any] = field(default_factory=dict)  # the method's own, as set up: what `auto` came to
 
     def at(self, point: Point) -> dict[str, OverClients] | None:
         """The final scores at a point of the round, or of what clients deploy."""

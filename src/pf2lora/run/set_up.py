@@ -14,7 +14,7 @@ from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.layout import Layout
 from pf2lora.core.method import Loss, Method, State, Surroundings
 from pf2lora.core.randomness import participants
-from pf2lora.core.rates import RateSchedule
+from pf2lora.core.rates import RateSchedule, rate_in_numbers
 from pf2lora.engines.batches import Encoded, EncodedSource
 from pf2lora.engines.local import Schedule
 from pf2lora.engines.rates import Rates
@@ -117,7 +117,7 @@ def set_up(
             scaling=config.adapter.scaling,
             client_scaling=config.adapter.client_scaling,
         )
-        method = kind.set_up(run, method_settings(config, name))
+        method = method_in(config, name, run)
         private = privacy.mechanism(config, kind, clients, seeds)
         if private is not None:
             privacy.check_sent(method)
@@ -160,6 +160,26 @@ def method_settings(config: Config, name: str) -> dict[str, Any]:
     return shared | {key: value for key, value in given.items() if key in own}
 
 
+def method_in(config: Config, name: str, run: Surroundings) -> Method:
+    """The method, set up. Here `lr = "auto"` becomes a number: a site and its server have it from the same layout."""
+    settings = method_settings(config, name)
+    return METHODS[name].set_up(run, settings | {"lr": rate_in_numbers(settings["lr"], run.layout)})
+
+
+def first_rate(workload: Workload, name: str) -> float:
+    """The method's `lr` on this model, as a number."""
+    given = method_settings(workload.config, name)["lr"]
+    model = TwoLevelModel(workload.base, adapter_spec(workload.config, name))
+    model.remove()
+    return rate_in_numbers(given, model.common_layout)
+
+
+def values_of(method: Method) -> dict[str, Any]:
+    """What a method that is set up has in its own fields, as far as a result can have it: what `auto` came to."""
+    own = {f.name: getattr(method, f.name) for f in fields(method) if f.name not in method.derived}
+    return {name: value for name, value in own.items() if isinstance(value, str | int | float | None)}
+
+
 def adapter_spec(config: Config, name: str) -> AdapterSpec:
     """The adapter of a method: of the run's ranks, or of those that the method says."""
     ranks = METHODS[name].adapter_ranks(
@@ -185,7 +205,7 @@ def merging_method(config: Config, name: str, layout: Layout, clients: int) -> M
     """The method as a server has it, which merges and has no client at hand."""
     rank = method_table(config, name).get("rank", config.adapter.rank)
     run = Surroundings(layout, rank, clients, (), config.model.precision)
-    return METHODS[name].set_up(run, method_settings(config, name))
+    return method_in(config, name, run)
 
 
 def batch_source(

@@ -32,7 +32,7 @@ from pf2lora.run.tries import Rates, Search, Tried, Try, deployed_loss, on_valid
 from pf2lora.run.workload import Workload, choose_device
 
 COMMON, FILE, TABLE, CHOSEN = "sweep.toml", "sweep.json", "sweep.csv", "chosen.toml"
-DEFAULT: Mapping[str, Sequence[Any]] = {"lr": (1e-4, 3e-4, 1e-3, 3e-3)}
+DEFAULT: Mapping[str, Sequence[Any]] = {"lr": (3e-4, 1e-3, 3e-3, 1e-2)}
 
 # Settings of a run that change what is compared, or nothing that is learned; and those that only some methods have.
 FIXED = (

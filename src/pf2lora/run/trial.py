@@ -30,7 +30,7 @@ from pf2lora.run.evaluation import (
 )
 from pf2lora.run.gathering import all_choices, all_steps, largest, measure_all, rows_at_first
 from pf2lora.run.result import POINTS, ROUND_POINTS, Numbers, RoundRecord, SeedRun
-from pf2lora.run.set_up import Trial
+from pf2lora.run.set_up import Trial, values_of
 from pf2lora.run.validation import sampled_judge
 from pf2lora.run.warnings import left_out_warnings, training_warnings
 from pf2lora.run.watched import Watched
@@ -286,6 +286,7 @@ def seed_run(trial: Trial, watched: Watched, s: int) -> SeedRun:
         },
         confusion=(watched.deployed or watched.last[SERVED]).of(own).confusion or None,
         common_round=deployment.common[s].round if deployment and deployment.common else None,
+        settings=values_of(method),
         warnings=[
             *workload.notes,
             *workload.task.notes,

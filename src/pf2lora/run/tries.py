@@ -142,7 +142,7 @@ def groups(workload: Workload, method: str, tries: Sequence[Rates]) -> list[list
 
 def stackable(one: tuple[Config, Method], other: tuple[Config, Method], name: str) -> bool:
     """Whether two tries differ by nothing but numbers of which each client may have its own. A rate of 0 is another
-    computation, and early stopping may end tries at different rounds."""
+    computation, a word is no number of its own, and early stopping may end tries at different rounds."""
     (config, method), kind = one, METHODS[name]
     if config.training.patience is not None:
         return False
@@ -150,7 +150,8 @@ def stackable(one: tuple[Config, Method], other: tuple[Config, Method], name: st
     def rest(config: Config) -> Config:
         tables = {key: dict(table) for key, table in config.methods.items()}
         for key in (name, kind.name):
-            tables[key] = {k: v for k, v in tables.get(key, {}).items() if k not in kind.per_client}
+            table = tables.get(key, {}).items()
+            tables[key] = {k: v for k, v in table if k not in kind.per_client or isinstance(v, str)}
         return replace(config, methods=tables)
 
     def alike(field: str) -> bool:

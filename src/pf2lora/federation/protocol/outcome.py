@@ -23,7 +23,7 @@ from pf2lora.run.decode import decode
 from pf2lora.run.deploy import SERVED
 from pf2lora.run.evaluation import summary
 from pf2lora.run.result import Choice, MethodResult, Numbers, Result, RoundRecord, SeedRun, SentBytes
-from pf2lora.run.set_up import Trial, set_up
+from pf2lora.run.set_up import Trial, set_up, values_of
 from pf2lora.run.workload import Workload
 from pf2lora.tasks.settings import Metric
 
@@ -111,6 +111,7 @@ def seed_run(
         peak_memory_bytes=None,
         warnings=left_out(session, dict(zip(plan.sites, workload.names))),
         privacy=session.spent(),
+        settings=values_of(trial.method),
     )
 
 

@@ -156,7 +156,7 @@ class SiteModels:
         scores = {point: means(answer.get(point, answer["served"])) for point in ("deploy", "served")}
         how = workload.config, self.trial.method.name, known, scores, choice, rounds
         with writing(self.folder.folder):
-            write_site_card(adapter, *how, workload.task.metrics)
+            write_site_card(adapter, *how, workload.task.metrics, self.trial.method.lr)
 
 
 def means(sums: Sums) -> dict[str, float | None]:

@@ -25,6 +25,7 @@ from pf2lora.run.config import Config, from_settings, to_dict
 from pf2lora.run.evaluation import finite
 from pf2lora.run.made_with import machine, versions
 from pf2lora.run.result import POINTS, SeedRun
+from pf2lora.run.set_up import first_rate
 from pf2lora.run.workload import Workload, load_workload
 
 TUNING_SEED = 1000  # of the training; it is not reported
@@ -156,9 +157,10 @@ def execute(plan: Plan, task: BenchmarkTask, variant: Variant, workload: Workloa
     """Choose the rates on validation rows, then train every seed with them."""
     started = time.perf_counter()
     config = plan.config(task, variant)
-    tries = tune(variant, config, plan, lambda tried: validation_loss(workload, tried))
+    lr = first_rate(replace(workload, config=config), variant.method)
+    tries = tune(variant, config, lr, plan, lambda tried: validation_loss(workload, tried))
     scores: list[SeedScores] = []
-    rates, diverged = best(tries) if tries else variant.tried_rates(config, 1.0), ""
+    rates, diverged = best(tries) if tries else variant.tried_rates(lr, 1.0), ""
     try:
         runs = train(workload, variant.with_rates(config, rates))
         scores = [SeedScores(run.seed, points(run), run.candidates) for run in runs]
@@ -200,20 +202,22 @@ def train(workload: Workload, config: Config) -> list[SeedRun]:
 # --- tuning ------------------------------------------------------------------------------------------------
 
 
-def tune(variant: Variant, config: Config, plan: Plan, loss: Callable[[Config], float | None]) -> list[Try]:
-    """The variant's tries: shorter runs with a seed of their own, as many for everybody, and some more outward while
-    the best is at an end. One try alone needs no run, and one that is never tuned has none."""
+def tune(
+    variant: Variant, config: Config, lr: float, plan: Plan, loss: Callable[[Config], float | None]
+) -> list[Try]:
+    """The variant's tries around `lr`: shorter runs with a seed of their own, as many for everybody, and some more
+    outward while the best is at an end. One try alone needs no run, and one that is never tuned has none."""
     if not variant.tuned:
         return []
     if plan.tries == 1:
-        return [Try(variant.tried_rates(config, 1.0), None)]
+        return [Try(variant.tried_rates(lr, 1.0), None)]
     rounds = -(-config.training.rounds // TUNING_SHARE)
     alone = replace(config.training, seed=TUNING_SEED, seeds=1, rounds=rounds, evaluate_every=rounds)
     shorter = replace(config, training=alone)
     found: dict[float, Try] = {}
 
     def attempt(factor: float, *, outward: bool) -> None:
-        rates = variant.tried_rates(config, factor)
+        rates = variant.tried_rates(lr, factor)
         found[factor] = Try(rates, loss(variant.with_rates(shorter, rates)), outward)
 
     for factor in FACTORS[: plan.tries]:

@@ -46,9 +46,9 @@ class Variant:
     def run_settings(self) -> dict[str, Any]:
         return {"method": [self.method]} | dict(self.settings)
 
-    def tried_rates(self, config: Config, factor: float) -> dict[str, float]:
-        """The rates of a try."""
-        first = {"lr": config.training.lr} | dict(self.rates)
+    def tried_rates(self, lr: float, factor: float) -> dict[str, float]:
+        """The rates of a try; `lr` is the default on the model at hand."""
+        first = {"lr": lr} | dict(self.rates)
         return {name: factor * rate for name, rate in first.items()}
 
     def with_rates(self, config: Config, rates: Mapping[str, float]) -> Config:

@@ -1,0 +1,26 @@
+"""What a run says of its own choices before it trains."""
+
+from __future__ import annotations
+
+from pf2lora.core.rates import AUTO
+from pf2lora.methods.own_size import FIXED
+from pf2lora.run.set_up import first_rate, method_settings
+from pf2lora.run.workload import Workload
+
+
+def chosen_rate(workload: Workload) -> list[str]:
+    """One line where `lr` is left to the model, which gives every method the same."""
+    asked = workload.config.training.method
+    left_open = [name for name in asked if method_settings(workload.config, name)["lr"] == AUTO]
+    return [f"--lr auto is {first_rate(workload, left_open[0]):g} on this model"] if left_open else []
+
+
+def without_validation(workload: Workload) -> list[str]:
+    """One line where nobody has validation rows: what is then not chosen by them."""
+    if workload.validation is not None:
+        return []
+    asked = workload.config.training.method
+    line = "no validation rows: every client deploys what it is served after the last round"
+    if any(method_settings(workload.config, name).get("client_lr") == AUTO for name in asked):
+        line += f", and --client-lr auto is {FIXED:g}"
+    return [line]
