@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pf2lora.engines.local import train
 from pf2lora.methods import METHODS
-from pf2lora.run.workload import DTYPES
+from pf2lora.run.workload import DTYPES, choose_device
 
 
 @dataclass
@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         draw(options.draw, options.figure)
         return []
     transformers.logging.set_verbosity_error()
-    device = torch.device("cpu" if options.cpu else "cuda")
+    device = choose_device("cpu" if options.cpu else "cuda")
     started, rows = time.perf_counter(), list[Row]()
     shape = SHAPES[options.model]
     with float32_products("highest" if options.cpu else "high"):

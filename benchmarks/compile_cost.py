@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from both_ways import Way, our_step, set_up
 from shapes import SHAPES, Workload, batches_of, necessary_flops, start
 from timing import machine, milliseconds, synchronize, versions
 
 from pf2lora.atomic import write_json
+from pf2lora.run.workload import choose_device
 
 WAY = Way("homlora", None)
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write the rows here, after each")
     given = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device("auto")
     rows: list[dict[str, Any]] = []
     for name in given.models:
         for length in (SHAPES[name].length, SHAPES[name].length // 2):

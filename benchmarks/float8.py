@@ -31,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from pf2lora.atomic import write_json
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_settings
+from pf2lora.run.workload import choose_device
 
 KIND = torch.float8_e4m3fn
 LARGEST = torch.finfo(KIND).max
@@ -140,7 +141,7 @@ def losses(given: argparse.Namespace) -> dict[str, Any]:
 
 def times(names: list[str], clients: int, *, compiled: bool) -> list[dict[str, Any]]:
     """A local step of HOMLoRA in both."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device("auto")
     rows = []
     for name in names:
         shape = SHAPES[name]
@@ -194,7 +195,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, help="write everything here")
     given = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device("auto")
     found: dict[str, Any] = {"machine": machine(device), "versions": versions("torch", "transformers")}
     found["times"] = times(given.shapes, given.clients, compiled=not given.no_compile)
     if given.model:

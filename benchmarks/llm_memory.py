@@ -26,7 +26,7 @@ from shapes import SHAPES, Workload, batches_of, necessary_flops, start
 from timing import ceiling, machine, milliseconds, peak_gb, start_memory, versions
 
 from pf2lora.adapters.quantised import held_bytes, quantise
-from pf2lora.run.workload import DTYPES
+from pf2lora.run.workload import DTYPES, choose_device
 
 HOMLORA, PF2LORA = Way("homlora", None), Way("pf2lora", "difference")
 MODELS = ("llama-8b", "llama-1.2b", "gpt2-medium")
@@ -180,7 +180,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     options = parse(arguments)
     transformers.logging.set_verbosity_error()
-    device = torch.device("cpu" if options.tiny or not torch.cuda.is_available() else "cuda")
+    device = choose_device("cpu" if options.tiny else "auto")
     about = {"machine": machine(device), "versions": versions("torch", "transformers", "peft")}
     found = []
     for model in options.models:

@@ -34,6 +34,7 @@ from pf2lora.adapters import short_attention
 from pf2lora.adapters.layers import Adapted
 from pf2lora.atomic import write_json
 from pf2lora.engines.stepper import no_mask_while_recording
+from pf2lora.run.workload import choose_device
 
 ATTENTION: dict[str, list[SDPBackend] | None] = {
     "auto": None,  # what a run gets: ours for short texts where it applies, else torch's choice
@@ -104,7 +105,7 @@ def measure(
     model: str, method: str, clients: int, attention: str, options: argparse.Namespace
 ) -> dict[str, Any]:
     """A row: the recorded step's time, its share of the ceiling, and, where they were asked for, its kernels."""
-    device = torch.device("cuda")
+    device = options.device
     work = Workload(SHAPES[model], clients, device, rows=2 * SHAPES[model].batch)
     work.to("bfloat16")
     torch.compiler.reset()
@@ -126,7 +127,7 @@ def measure(
         )
         row = {
             **{"model": model, "method": method, "clients": clients, "attention": attention},
-            **{name: getattr(options, name) for name in ("uncompiled", "copied", "tuned")},
+            **{name: getattr(options, name) for name in ("uncompiled", "copied", "tuned", "workspace")},
             **{"ms": ms, "share": share, "ceiling_tflops": options.ceiling},
         }
         if options.longest:
@@ -153,6 +154,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument(
         "--tuned", action="store_true", help="let the compiler search for its kernels' shapes"
     )
+    parser.add_argument(
+        "--workspace", action="store_true", help="leave cuBLAS its workspace, which it clears"
+    )
     parser.add_argument("--longest", type=int, default=25, help="so many kernels by name; 0: times alone")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument(
@@ -164,10 +168,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     if options.copied:
         Adapted.bind = copied(Adapted.bind)  # type: ignore[method-assign]
     torch._inductor.config.coordinate_descent_tuning = options.tuned
+    options.device = torch.device("cuda") if options.workspace else choose_device("cuda")
     with float32_products("high"):
-        options.ceiling = ceiling(torch.bfloat16, torch.device("cuda")) / 1e12
+        options.ceiling = ceiling(torch.bfloat16, options.device) / 1e12
         about = {
-            "machine": machine(torch.device("cuda")),
+            "machine": machine(options.device),
             "versions": versions("torch", "transformers"),
             "day": datetime.now(UTC).date().isoformat(),
         }

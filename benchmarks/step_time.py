@@ -38,7 +38,7 @@ from shapes import SHAPES, Workload
 from timing import ceiling, float32_products, machine, versions
 
 from pf2lora.run.set_up import WINDOW
-from pf2lora.run.workload import DTYPES
+from pf2lora.run.workload import DTYPES, choose_device
 
 
 class Case(NamedTuple):
@@ -80,7 +80,7 @@ class Measurement:
 
     def __init__(self, options: argparse.Namespace) -> None:
         on_cpu = options.small or options.minilm or not torch.cuda.is_available()
-        self.options, self.device = options, torch.device("cpu" if on_cpu else "cuda")
+        self.options, self.device = options, choose_device("cpu" if on_cpu else "cuda")
         self.started = time.perf_counter()
         self.rates: dict[str, float] = {}
         self.rows: list[Row] = []

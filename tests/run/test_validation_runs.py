@@ -220,11 +220,11 @@ def rounds_of(*losses: list[float | None]) -> list[RoundRecord]:
 def test_a_loss_has_risen_when_it_can_be_seen() -> None:
     names = ["a", "b", "c", "d", "e"]
     rounds = rounds_of(
-        [0.693, 0.693, 0.10, 5.0, None], [0.1, 0.9, 0.2, 0.2, 1.0], [0.6931, 0.71, 0.108, 5.09, 2.0]
+        [0.693, 0.693, 0.10, 5.0, None], [0.1, 0.9, 0.2, 0.2, 1.0], [0.70, 0.79, 0.108, 5.09, 2.0]
     )
     lines = training_warnings(names, rounds, [], client_lr=True)
-    assert [line.split("'")[1] for line in lines] == ["b", "e"]  # 2% and 0.01; and 'e' began late
-    assert lines[0].endswith("(0.693 → 0.710); a smaller lr or client_lr may help")
+    assert [line.split("'")[1] for line in lines] == ["b", "e"]  # by a tenth; and 'e' began late
+    assert lines[0].endswith("(0.693 → 0.790); a smaller lr or client_lr may help")
     (line,) = training_warnings(["b"], rounds_of([0.5], [0.6]), [], client_lr=False)
     assert line.endswith("a smaller lr may help")
     noisy = rounds_of([0.6], [0.8], [0.3], [0.5], [0.6], [0.8])  # the last third: 0.7, its rounds ± 0.14

@@ -19,8 +19,8 @@ from torch import Tensor
 LOG2E = tl.constexpr(1.4426950408889634)  # powers of two are cheaper than those of e
 SMALLEST = 16  # the least side of a product on tensor cores
 # What Triton is told of a kernel, by the tile's side; "maxnreg" would bound a thread's registers.
-FORWARD: dict[int, dict[str, int]] = {16: {}, 32: {}, 64: {}, 128: {"num_warps": 8}}
-BACKWARD: dict[int, dict[str, int]] = {16: {}, 32: {}, 64: {}, 128: {"num_warps": 8}}
+FORWARD: dict[int, dict[str, int]] = {16: {}, 32: {}, 64: {}, 128: {"num_warps": 8, "maxnreg": 128}}
+BACKWARD: dict[int, dict[str, int]] = {16: {}, 32: {}, 64: {}, 128: {}}
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from pf2lora.run.result import RoundRecord
 
 HARDLY = 1e-5  # a relative change of y over a round below this counts as not moving
 PLAIN = 0.25  # a rise by this share of its start is no accident
+ONE_ROUND = 0.1  # what the losses of one short round may differ by from another's, of its start
 NOISE = 0.02, 0.01  # a loss has not risen that did by less than this share of its start, or by less than this
 
 
@@ -42,7 +43,7 @@ def has_a_rate(method: Method, client_rank: int) -> bool:
 def risen(losses: Sequence[float]) -> tuple[float, float] | None:
     """The loss of the first round and the mean of the last third of them, where it rose visibly: by more than a little,
     and by more than twice the standard error of that difference, where several rounds tell how much they differ (which
-    excuses no rise that is plain)."""
+    excuses no rise that is plain); where one round is all there is to tell, by more than a tenth."""
     last = losses[-(len(losses) // 3 or 1) :]
     start, end = losses[0], statistics.fmean(last)
     share, least = NOISE
@@ -50,6 +51,8 @@ def risen(losses: Sequence[float]) -> tuple[float, float] | None:
     if len(last) > 1:
         error = math.sqrt(statistics.variance(last) * (1 + 1 / len(last)))
         noise = max(noise, min(2 * error, PLAIN * abs(start)))
+    else:
+        noise = max(noise, ONE_ROUND * abs(start))
     return (start, end) if len(losses) > 1 and end - start > noise else None
 
 

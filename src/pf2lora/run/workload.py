@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,9 @@ from pf2lora.run.config import Config
 from pf2lora.tasks.base import Task
 
 SAMPLE = 64  # validation rows of a client that are asked after every round
+# cuBLAS with a workspace clears some of it before every large product: 176 times in a step of RoBERTa-base. Read at the
+# process's first product; who has set either keeps it.
+WITHOUT_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -139,13 +143,16 @@ def load_base(config: Config, task: Task[Any, Any], device: torch.device) -> Pre
 def choose_device(name: str) -> torch.device:
     """`auto` takes a CUDA device where there is one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"unknown device {name!r}; give auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name!r} was asked for, but torch sees no CUDA device here")
+    if device.type == "cuda":
+        for variable, value in WITHOUT_WORKSPACE.items():
+            os.environ.setdefault(variable, value)
     return device
 
 
