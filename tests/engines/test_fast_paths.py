@@ -267,7 +267,7 @@ def test_every_architecture_is_recorded(kind: str, attention: str, caplog: pytes
         p = tiny_problem(kind, model=attending(kind, attention, torch.float32).to(device))  # type: ignore[arg-type]
         assert isinstance(p.source, EncodedSource)
         x, y = p.x.float(), p.y.float()
-        method = PF2LoRA(p.layout, client_lr=0.1)
+        method = PF2LoRA(p.layout, lr=1e-3, client_lr=0.1)
         source = EncodedSource(p.source.data.to(device), p.source.names, 4, seeds=(0,), alike=method.draws)
         *_, last = train(method, p.F, method.init(x, y), source, Schedule(3, 4), device=device, graphs=graphs)
         ends.append(last.served.x.cpu())

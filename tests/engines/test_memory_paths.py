@@ -65,7 +65,7 @@ def run(model: TwoLevelModel, device: str, *, graphs: bool, seed: int = 0) -> tu
     names = [str(k) for k in range(CLIENTS)]
     random = torch.Generator().manual_seed(1)
     x, y = (t + 0.05 * torch.randn(t.shape[1], generator=random) for t in model.initial(0, names))
-    method = PF2LoRA(model.common_layout, client_lr=0.1)
+    method = PF2LoRA(model.common_layout, lr=1e-3, client_lr=0.1)
     data = ROWS.to(torch.device(device))
     source = EncodedSource(data, names, 4, seeds=(seed,), alike=method.draws)
     begun = partial(TASK.loss, model), method.init(x, y), source, Schedule(2, 3)

@@ -27,20 +27,22 @@ from pf2lora.reproduce.regret.variants import (
     variants,
 )
 from pf2lora.run.config import Config, from_settings, merged
+from pf2lora.run.tries import deployed_loss, on_validation_rows, run_tries
 
 
 def tuned(variant: Variant, losses: Sequence[float | None], **changes: Any) -> list[Try]:
     """The tries of a variant whose runs, one after the other, have these losses; all of them are asked for."""
     plan = Plan("model", "", Path("data"), Path("work"), **changes)
-    config, seen = plan.config(TASKS["vader"], variant), list[Config]()
+    config, seen = plan.config(TASKS["vader"], variant), list[dict[str, float]]()
 
-    def loss(tried: Config) -> float | None:
-        seen.append(tried)
-        return losses[len(seen) - 1]
+    def given(shorter: Config, rates: Sequence[dict[str, float]]) -> Sequence[float | None]:
+        assert (shorter.training.seed, shorter.training.seeds) == (TUNING_SEED, 1)
+        assert len(rates) == (1 if seen else plan.tries)  # all that everybody tries at once, then one by one
+        seen.extend(rates)
+        return losses[len(seen) - len(rates) : len(seen)]
 
-    tries = tune(variant, config, 1e-3, plan, loss)
-    assert [c.training.lr for c in seen] == [t.rates["lr"] for t in tries] and len(seen) == len(losses)
-    assert all((c.training.seed, c.training.seeds) == (TUNING_SEED, 1) for c in seen)
+    tries = tune(variant, config, 1e-3, plan, given)
+    assert seen == [t.rates for t in tries] and len(seen) == len(losses)
     assert [t.loss for t in tries] == list(losses)
     return tries
 
@@ -154,6 +156,24 @@ def test_rates_are_tuned_on_validation_rows(tmp_path: Path, one_thread: None) ->
     assert plain.scores[0].points["served"]["loss"] != spoilt.scores[0].points["served"]["loss"]
 
 
+def test_a_try_is_judged_by_what_its_clients_would_deploy(tmp_path: Path, one_thread: None) -> None:
+    """As a whole run of it tells, side by side or not; one that diverged has no loss."""
+    root = make_benchmark(tmp_path)
+    over = {"device": "cpu", "rounds": 2, "steps": 3}
+    plan = Plan(str(root / "model"), "", root / "data", tmp_path / "work", seeds=1, over=over)
+    task, variant = TASKS["sst2-h0.9"], variants()["homlora-head"]
+    workload, config = runs.Current(plan).workload(task, variant), plan.config(task, variant)
+    rates = [{"lr": 1e-3}, {"lr": 3e-3}]
+    found = runs.losses(workload, variant, config, rates)
+    whole = [runs.train(workload, variant.with_rates(config, own))[0].deployed_loss for own in rates]
+    assert found == pytest.approx(whole, abs=1e-6) and found[0] != found[1]
+    beside = on_validation_rows(replace(workload, config=config))
+    assert [t.score for t in run_tries(beside, "homlora", rates, deployed_loss)] == pytest.approx(
+        found, abs=1e-5
+    )
+    assert runs.losses(workload, variant, config, [{"lr": 1e-3}, {"lr": 1e30}]) == [found[0], None]
+
+
 def test_a_methods_own_rates_are_tuned_beside_lr(tmp_path: Path) -> None:
     config = Plan("model", "", tmp_path, tmp_path).config(TASKS["vader"], variants()["per-fedavg"])
     changed = variants()["per-fedavg"].with_rates(config, {"lr": 0.1, "adaptation_lr": 0.2})
@@ -163,7 +183,7 @@ def test_a_methods_own_rates_are_tuned_beside_lr(tmp_path: Path) -> None:
 def test_one_try_is_the_default_without_a_run(tmp_path: Path) -> None:
     config = Plan("model", "", tmp_path, tmp_path).config(TASKS["vader"], variants()["local"])
     plan = Plan("model", "", tmp_path, tmp_path, tries=1)
-    found = tune(variants()["local"], config, 0.002, plan, lambda tried: pytest.fail("a run"))
+    found = tune(variants()["local"], config, 0.002, plan, lambda tried, rates: pytest.fail("a run"))
     assert found == [Try({"lr": 0.002}, None)]
 
 

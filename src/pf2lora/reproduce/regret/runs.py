@@ -22,10 +22,10 @@ from pf2lora.reproduce.regret.variants import FACTORS, FIRST, Variant, beyond, v
 from pf2lora.run.baselines import trivial
 from pf2lora.run.comparison import compare
 from pf2lora.run.config import Config, from_settings, to_dict
-from pf2lora.run.evaluation import finite
 from pf2lora.run.made_with import machine, versions
 from pf2lora.run.result import POINTS, SeedRun
 from pf2lora.run.set_up import first_rate
+from pf2lora.run.tries import Rates, deployed_loss, on_validation_rows, run_tries
 from pf2lora.run.workload import Workload, load_workload
 
 TUNING_SEED = 1000  # of the training; it is not reported
@@ -158,7 +158,7 @@ def execute(plan: Plan, task: BenchmarkTask, variant: Variant, workload: Workloa
     started = time.perf_counter()
     config = plan.config(task, variant)
     lr = first_rate(replace(workload, config=config), variant.method)
-    tries = tune(variant, config, lr, plan, lambda tried: validation_loss(workload, tried))
+    tries = tune(variant, config, lr, plan, lambda tried, rates: losses(workload, variant, tried, rates))
     scores: list[SeedScores] = []
     rates, diverged = best(tries) if tries else variant.tried_rates(lr, 1.0), ""
     try:
@@ -194,19 +194,28 @@ def trivial_score(workload: Workload, metric: str) -> float | None:
 
 def train(workload: Workload, config: Config) -> list[SeedRun]:
     """The runs of the config's one method, a seed each; rates that break one client break the run."""
-    config = replace(config, training=replace(config.training, strict=True))
+    config = strictly(config)
     (method,) = compare(config, workload=replace(workload, config=config)).methods.values()
     return method.runs
+
+
+def strictly(config: Config) -> Config:
+    return replace(config, training=replace(config.training, strict=True))
 
 
 # --- tuning ------------------------------------------------------------------------------------------------
 
 
 def tune(
-    variant: Variant, config: Config, lr: float, plan: Plan, loss: Callable[[Config], float | None]
+    variant: Variant,
+    config: Config,
+    lr: float,
+    plan: Plan,
+    losses: Callable[[Config, Sequence[Rates]], Sequence[float | None]],
 ) -> list[Try]:
     """The variant's tries around `lr`: shorter runs with a seed of their own, as many for everybody, and some more
-    outward while the best is at an end. One try alone needs no run, and one that is never tuned has none."""
+    outward while the best is at an end. One try alone needs no run, and one that is never tuned has none. `losses` are
+    those of a config's run with each of some rates."""
     if not variant.tuned:
         return []
     if plan.tries == 1:
@@ -216,12 +225,12 @@ def tune(
     shorter = replace(config, training=alone)
     found: dict[float, Try] = {}
 
-    def attempt(factor: float, *, outward: bool) -> None:
-        rates = variant.tried_rates(lr, factor)
-        found[factor] = Try(rates, loss(variant.with_rates(shorter, rates)), outward)
+    def attempt(*factors: float, outward: bool) -> None:
+        rates = [variant.tried_rates(lr, factor) for factor in factors]
+        tries = zip(rates, losses(shorter, rates), strict=True)
+        found.update({factor: Try(*tried, outward) for factor, tried in zip(factors, tries)})
 
-    for factor in FACTORS[: plan.tries]:
-        attempt(factor, outward=False)
+    attempt(*FACTORS[: plan.tries], outward=False)
     for _ in range(plan.further):
         further = beyond({factor: tried.loss for factor, tried in found.items()})
         if further is None:
@@ -236,13 +245,15 @@ def best(tries: Sequence[Try]) -> dict[str, float]:
     return min(known, key=lambda t: t.loss or 0.0).rates if known else tries[0].rates
 
 
-def validation_loss(workload: Workload, config: Config) -> float | None:
-    """What a try is judged by; None if it diverged."""
-    try:
-        (run,) = train(workload, config)
-    except Diverged:
-        return None
-    return finite(run.deployed_loss)
+def losses(
+    workload: Workload, variant: Variant, config: Config, tries: Sequence[Rates]
+) -> list[float | None]:
+    """What tries are judged by, on validation rows; None where one diverged. On an accelerator they are trained side by
+    side, as `pf2lora sweep` has them."""
+    alike = on_validation_rows(replace(workload, config=strictly(config)))
+    together = workload.device.type != "cpu"
+    found = list(run_tries(alike, variant.method, tries, deployed_loss, together=together))
+    return [next(tried.score for tried in found if tried.rates == rates) for rates in tries]
 
 
 # --- what a run has to say ---------------------------------------------------------------------------------

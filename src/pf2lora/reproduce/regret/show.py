@@ -33,9 +33,9 @@ def markdown(summaries: Mapping[str, PointSummary], runs: Runs) -> str:
         parts += [f"## {POINTS[point].capitalize()}", distances(summary)]
         if untold := [TASKS[task].title for task in summary.cells if not summary.learned(task)]:
             parts.append(
-                f"(!) {'; '.join(untold)}: no variant is better than the answer that looks at no text (each client's "
-                f"most frequent label, or never an answer): distances there say who is nearer to it, not who learned "
-                f"more."
+                f"(!) {'; '.join(untold)}: no variant is better, by more than its deviation, than the answer that "
+                f"looks at no text (each client's most frequent label, or never an answer): distances there say who is "
+                f"nearer to it, not who learned more."
             )
         if harmed := _harm(summary):
             parts.append(harmed)

@@ -62,8 +62,10 @@ class PointSummary:
     trivial: dict[str, float]
 
     def learned(self, task: str) -> bool:
-        """Whether the best variant is better than an answer that looks at no text, where that is known."""
-        return task not in self.trivial or self.cells[task][self.best[task]].score.mean > self.trivial[task]
+        """Whether the best variant is better than an answer that looks at no text, where that is known: by more than
+        its deviation over seeds."""
+        score = self.cells[task][self.best[task]].score
+        return task not in self.trivial or score.mean - (score.deviation or 0.0) > self.trivial[task]
 
 
 def summarize(runs: Runs) -> dict[str, PointSummary]:
