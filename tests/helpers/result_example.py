@@ -149,6 +149,7 @@ def _run(
         "confusion": None,
         "resize_seconds": None,
         "common_round": None,
+        "settings": {"lr": 0.001, "weight_decay": 0.01, "optimizer": "adamw"},
     }
 
 

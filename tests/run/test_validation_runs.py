@@ -37,9 +37,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def noted(world: World, **changes: Any) -> tuple[list[str], dict[str, list[SeedRun]]]:
-    """What a run says while it goes on, and its runs by method."""
+    """What a run says while it goes on, and its runs by method; of a rate that is given it says nothing."""
     lines: list[str] = []
-    result = compare(from_settings(world.settings(**changes)), Watcher(on_note=lines.append))
+    result = compare(from_settings(world.settings(lr=1e-3, **changes)), Watcher(on_note=lines.append))
     return lines, {name: method.runs for name, method in result.methods.items()}
 
 
@@ -176,7 +176,7 @@ def test_seeds_in_one_pass_are_the_seeds_one_by_one(method: str, world: World) -
 def test_seeds_that_take_too_much_memory_together_go_one_by_one(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = world.settings(method=["homlora"], seeds=2, rounds=2)
+    settings = world.settings(method=["homlora"], seeds=2, rounds=2, lr=1e-3)
     expected = pf2lora.federate(**settings).methods["homlora"].runs
     original, asked = trial.train, list[tuple[int, ...]]()
 
