@@ -171,16 +171,22 @@ def test_who_gets_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         model = problem.model.model
         model.config = config if of.get("fits", True) else model.config
         model.config._attn_implementation = attention
-        bidirectional = of.get("bidirectional", True)
-        fused = short_attention.is_fused(model, dtype, torch.device(device), bidirectional=bidirectional)
-        assert fused is (attention != "eager")
+        short_attention.take(model, dtype, torch.device(device))
         return str(model.config._attn_implementation)
 
     assert after("sdpa") == NAME and after("eager") == "eager"
     assert after("sdpa", torch.float32) == after("sdpa", device="cpu") == after("sdpa", fits=False) == "sdpa"
-    assert after("sdpa", bidirectional=False) == "sdpa"
     monkeypatch.setattr(short_attention, "works", lambda *_: False)
     assert after("sdpa") == "sdpa"
+
+
+def test_a_causal_model_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(short_attention, "take", lambda model, *_: asked.append(model.config.model_type))
+    for kind in ("roberta", "gpt2"):
+        p = tiny_problem(kind)
+        p.F(p.x, p.y, p.source.draw([0, 1, 2], [0, 0, 0]))
+    assert set(asked) == {"roberta"}
 
 
 def test_kernels_that_cannot_be_built_are_left_out(

@@ -142,16 +142,12 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def is_fused(
-    model: PreTrainedModel, dtype: torch.dtype, device: torch.device, *, bidirectional: bool
-) -> bool:
-    """Whether a pass has fused attention. On CUDA, a bidirectional model gets the kernels in place of torch's."""
-    chosen = model.config._attn_implementation
-    if chosen == "sdpa" and bidirectional and device.type == "cuda" and dtype in DTYPES:
+def take(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a bidirectional model the kernels in place of torch's fused ones, on CUDA in 16 bits."""
+    if model.config._attn_implementation == "sdpa" and device.type == "cuda" and dtype in DTYPES:
         size = model.config.hidden_size // model.config.num_attention_heads
         if size in HEAD_SIZES and works(size, dtype, device):
             model.set_attn_implementation(NAME)
-    return bool(chosen != "eager")
 
 
 def leave(model: PreTrainedModel) -> None:

@@ -221,8 +221,9 @@ class TwoLevelModel:
         key: Tensor | None,
         inputs: Mapping[str, Any],
     ) -> Any:
-        bidirectional = self.architecture.attention == "bidirectional"
-        fused = short_attention.is_fused(self.model, self.dtype, common.device, bidirectional=bidirectional)
+        if self.architecture.attention == "bidirectional":
+            short_attention.take(self.model, self.dtype, common.device)
+        fused = self.model.config._attn_implementation != "eager"
         length = inputs["input_ids"].shape[1]
         mask = attention_mask
         if mask is None or mask.dim() < 4:  # else it is ready-made
