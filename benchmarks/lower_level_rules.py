@@ -9,6 +9,7 @@ client does depends on nobody beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -127,16 +128,17 @@ class Rule(PF2LoRA):
 
 @dataclass(frozen=True)
 class Seldom(Rule):
-    """The default rule, but before a round D is rescaled only where `between` more local steps have been done."""
+    """The default rule, but before a round D is rescaled only where `between` more local steps have been done; 1 is
+    every round."""
 
     between: int = 40
 
     name: ClassVar[str] = "seldom-sized"
     label: ClassVar[str] = "PF2LoRA, seldom sized"
 
-    def resizes_before(self, number: int, steps: int) -> bool:
+    def resizes_before(self, number: int, steps: int, batches: Fraction) -> bool:
         done = (number - 1) * steps
-        return super().resizes_before(number, steps) and done // self.between > (done - steps) // self.between
+        return self.resizes and number > 1 and done // self.between > (done - steps) // self.between
 
 
 @dataclass(frozen=True)

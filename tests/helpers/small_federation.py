@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from pf2lora.run.config import from_dict, from_settings, in_tables, merged
 from pf2lora.run.evaluation import evaluation_rounds
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.trial import Outcome, run
-from pf2lora.run.validation import sampled_judge
+from pf2lora.run.validation import SampledJudges
 
 SITES = ("site-1", "site-2", "site-3", "site-4")
 LABELS = ("neg", "pos")
@@ -226,7 +225,7 @@ def local_outcome(root: Path, plan: Plan) -> tuple[Outcome, Trial]:
 def local_run(root: Path, plan: Plan, *parts: str) -> tuple[State, torch.Tensor, Trial]:
     """The local engine's last state, its common x and its trial."""
     trial = local_trial(root, plan, *([parts] if parts else []))
-    judges = partial(sampled_judge, trial)
+    judges = SampledJudges(trial)
     *_, last = train(trial.method, trial.F, trial.state, trial.source, trial.schedule, judges=judges)
     return last.served, last.common[0], trial
 

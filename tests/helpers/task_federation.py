@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from pf2lora.federation.protocol.plan import Plan
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import Config, from_dict, from_settings, merged
 from pf2lora.run.set_up import set_up
-from pf2lora.run.validation import sampled_judge
+from pf2lora.run.validation import SampledJudges
 
 TASKS = ("classification", "question-answering", "generation")
 NAMES = ("site-1", "site-2", "site-3")
@@ -49,7 +48,7 @@ class World:
         """The common adapter that the local engine ends with."""
         config = self.config()
         trial = set_up(prepare(config), self.plan.method, config.training.seed)
-        judges = partial(sampled_judge, trial)
+        judges = SampledJudges(trial)
         *_, last = train(trial.method, trial.F, trial.state, trial.source, trial.schedule, judges=judges)
         return last.common[0]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, Pretrai
 from pf2lora.adapters.first_state import factor_entries
 from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
 from pf2lora.core.layout import NO_LAYOUT, Entry, Layout
-from pf2lora.core.method import Loss, Method
+from pf2lora.core.method import Judge, Loss, Method
 from pf2lora.engines.batches import Batch, BatchSource, Encoded, EncodedSource, batch_rows
 from pf2lora.methods.ditto import Ditto
 from pf2lora.methods.feddpa import FedDPAF, FedDPAT
@@ -258,3 +259,16 @@ def build(setting: str, p: Problem, **changes: Any) -> Method:
     if "personal_layout" in kind.derived:
         options = options | {"personal_layout": p.personal_layout}
     return kind(p.layout, **{"lr": 0.01} | options | changes)
+
+
+@dataclass(frozen=True)
+class EveryRound:
+    """Judges of so few rows that they are asked before every round."""
+
+    judge: Callable[[Sequence[int]], Judge]
+
+    def __call__(self, learners: Sequence[int]) -> Judge:
+        return self.judge(learners)
+
+    def batches(self, learner: int) -> Fraction:
+        return Fraction(1, 1000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -218,7 +219,9 @@ def test_when_d_is_rescaled(rescale: str) -> None:
 def test_seldom_sized_means_after_so_many_steps() -> None:
     p = problem()
     method = made(rules.Seldom, p, between=40)
-    assert [number for number in range(1, 14) if method.resizes_before(number, 10)] == [5, 9, 13]
-    assert [number for number in range(1, 5) if method.resizes_before(number, 100)] == [2, 3, 4]
-    assert not made(rules.Seldom, p, rescale="never").resizes_before(5, 10)
-    assert [number for number in range(1, 5) if made(rules.Rule, p).resizes_before(number, 10)] == [2, 3, 4]
+    rows = Fraction(4)
+    assert [number for number in range(1, 14) if method.resizes_before(number, 10, rows)] == [5, 9, 13]
+    assert [number for number in range(1, 5) if method.resizes_before(number, 100, rows)] == [2, 3, 4]
+    assert not made(rules.Seldom, p, rescale="never").resizes_before(5, 10, rows)
+    always = made(rules.Seldom, p, between=1)
+    assert [number for number in range(1, 5) if always.resizes_before(number, 10, rows)] == [2, 3, 4]

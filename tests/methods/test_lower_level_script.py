@@ -20,7 +20,7 @@ from lower_level_benchmark import (
     rules,
     same,
 )
-from tiny import Problem
+from tiny import EveryRound, Problem
 
 from pf2lora.core.method import Judge, take
 from pf2lora.engines.local import Round, Schedule, train
@@ -51,7 +51,7 @@ def trained(method: rules.Rule, p: Problem, clients: list[int], rounds: int = 3)
     )
     state = take(method.init(p.x, p.y), clients)
     schedule = Schedule(rounds=rounds, steps=2)
-    return [d.kept() for d in train(method, p.F, state, source, schedule, judges=judges)]
+    return [d.kept() for d in train(method, p.F, state, source, schedule, judges=EveryRound(judges))]
 
 
 @pytest.mark.parametrize("mode", ["none", "auto"])

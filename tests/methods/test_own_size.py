@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from pf2lora.core.layout import Entry, Layout
 from pf2lora.core.method import Judge, State, Surroundings
 from pf2lora.engines.batches import Batch
 from pf2lora.methods.newcomer import Newcomer
-from pf2lora.methods.own_size import ALPHA, FIXED, LONGEST, SIZES, OwnSize
+from pf2lora.methods.own_size import ALPHA, FIXED, LARGER, LONGEST, NONE, SMALLER, OwnSize
 from pf2lora.methods.pf2lora import PF2LoRA
 from pf2lora.methods.pf2lora_joint import PF2LoRAJoint
 
@@ -152,13 +153,72 @@ def quadratic(y: Tensor, wanted: list[float], noise: float = 0.0, rows: int = 6)
 def test_the_size_with_the_least_loss_is_taken_and_multiplies_d_alone() -> None:
     wanted = [0.05, 0.55, 1.1, 1.5, -3.0, 9.0]
     expected = [0.0, 0.6, 1.0, 1.4, 0.0, 1.4]
-    assert set(expected) == {*SIZES, 1.0}
+    assert set(expected) == {NONE, SMALLER, 1.0, LARGER}
     s = some_state(len(wanted))
     found = sized_method().resize(s, quadratic(s.y, wanted))
     factor = torch.tensor(expected, dtype=s.y.dtype).unsqueeze(1)
     assert torch.equal(found.y[:, D], factor * s.y[:, D])
     assert torch.equal(found.y[:, C], s.y[:, C]) and torch.equal(found.y[:, BIAS], s.y[:, BIAS])
     assert found.x is s.x and found.opt is s.opt
+
+
+def test_the_other_side_of_the_valley_is_not_asked() -> None:
+    """Who is no worse off with a smaller D tries none, who is tries a larger one; all in the same three passes."""
+    s = some_state(3)
+    asked: list[list[float]] = []
+    loss = quadratic(s.y, [0.0, 1.0, 0.8])  # the third is as well off with 0.6 as with 1
+
+    def judge(x: Tensor, y: Tensor) -> Tensor:
+        asked.append(((y[:, D] * s.y[:, D]).sum(1) / s.y[:, D].square().sum(1)).tolist())
+        return loss(x, y).round(decimals=6)
+
+    sized_method().resize(s, judge)
+    assert [[round(size, 9) for size in sizes] for sizes in asked] == [
+        [1.0, 1.0, 1.0],
+        [SMALLER] * 3,
+        [NONE, LARGER, NONE],
+    ]
+    asked.clear()
+    sized_method().resize(s, judge, serving=True)
+    assert len(asked) == 4 and not any(asked[3])
+    assert len(asked) == PF2LoRA.resize_passes({}, serving=True) == PF2LoRA.resize_passes({}) + 1
+
+
+def rounds_with_a_resizing(
+    kind: type[OwnSize], steps: int, batches: Fraction, rounds: int = 400
+) -> list[int]:
+    method = kind(regression_problem().layout, client_lr="auto", personal_layout=OWN)
+    return [number for number in range(1, rounds + 1) if method.resizes_before(number, steps, batches)]
+
+
+def test_few_rows_are_asked_before_every_round_and_many_less_often() -> None:
+    """Batches of 16: 3 passes over 64 rows are 192, 20 times as many rows are those of 26.7 steps of 9 · 16."""
+    many, few = Fraction(64, 16), Fraction(20, 16)
+    between = 20 * 3 * 64 / (3 * 3 * 16)  # 26.7 steps
+    assert float(PF2LoRA.steps_between(many)) == pytest.approx(between)
+    assert rounds_with_a_resizing(PF2LoRA, 10, many, 12) == [4, 7, 9, 12]
+    assert rounds_with_a_resizing(PF2LoRA, 10, few, 12) == [*range(2, 13)]
+    assert rounds_with_a_resizing(PF2LoRA, 100, many, 5) == [2, 3, 4, 5]
+    assert rounds_with_a_resizing(PF2LoRA, 10, Fraction(0)) == []  # nobody to ask
+    fixed = PF2LoRA(regression_problem().layout, client_lr=0.1, personal_layout=OWN)
+    assert not fixed.resizes_before(4, 10, many)
+
+
+@pytest.mark.parametrize("kind", [PF2LoRA, PF2LoRAJoint])
+@pytest.mark.parametrize("batches", [Fraction(1, 3), Fraction(5, 4), Fraction(4), Fraction(500, 7)])
+@pytest.mark.parametrize("steps", [1, 10, 64])
+def test_what_is_asked_before_rounds_is_a_twentieth_of_the_training(
+    kind: type[OwnSize], batches: Fraction, steps: int
+) -> None:
+    rounds = 400
+    times = len(rounds_with_a_resizing(kind, steps, batches, rounds))
+    asked = times * kind.resize_passes({}) * batches
+    trained = rounds * steps * 3 * kind.gradients_per_step  # a gradient costs three passes
+    one = kind.resize_passes({}) * batches
+    assert asked <= trained / 20
+    assert asked > trained / 20 - 2 * one or times == rounds - 1
+    counted = kind.resize_batches({}, batches, steps)
+    assert abs(counted * (rounds - 1) - float(asked)) <= float(one)
 
 
 def test_the_size_in_use_is_kept_where_no_other_is_better() -> None:

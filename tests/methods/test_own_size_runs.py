@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from little_world import LEARNING, World, make_world, sentences, write_jsonl
-from tiny import Problem, RegressionSource
+from tiny import EveryRound, Problem, RegressionSource
 from torch import Tensor
 
 import pf2lora
@@ -78,7 +78,7 @@ def run(kind: type[OwnSize], client_lr: Any, **options: Any) -> list[Round]:
     p = world.problem
     method = kind(p.layout, lr=0.02, client_lr=client_lr, personal_layout=world.own, **options)
     state, schedule = method.init(p.x, p.y), Schedule(rounds=15, steps=10)
-    found = train(method, p.F, state, p.source, schedule, judges=world.judges)
+    found = train(method, p.F, state, p.source, schedule, judges=EveryRound(world.judges))
     return [done.kept() for done in found]
 
 

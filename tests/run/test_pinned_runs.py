@@ -26,14 +26,15 @@ def in_time(method: str, task: str, way: str) -> Any:
 
 @pytest.mark.parametrize(("method", "task", "way"), [in_time(*case) for case in CASES])
 def test_a_run_gives_the_recorded_numbers(method: str, task: str, way: str, tmp_path: Path) -> None:
-    """Within what two kinds of processor may differ; on one machine the numbers are the same to the last digit."""
+    """Within what two kinds of processor may differ: an Intel Xeon from an AMD EPYC by 5e-4 at most, where a step moves
+    a number by 1e-2. On one machine the numbers are the same to the last digit."""
     recorded = json.loads(RECORDED.read_text())[name_of(method, task, way)]
     found = json.loads(json.dumps(run(method, task, way, tmp_path)))
     assert found["sent"] == recorded["sent"]
     assert found["adapters"].keys() == recorded["adapters"].keys()
     for name, values in recorded["adapters"].items():
-        assert found["adapters"][name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
+        assert found["adapters"][name] == pytest.approx(values, rel=1e-3, abs=1e-3), name
     assert found["scores"].keys() == recorded["scores"].keys()
     for name, values in recorded["scores"].items():
-        known = [v if v is None else pytest.approx(v, rel=1e-4, abs=1e-5) for v in values]
+        known = [v if v is None else pytest.approx(v, rel=1e-3, abs=1e-3) for v in values]
         assert found["scores"][name] == known, name

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
+from fractions import Fraction
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -26,7 +27,19 @@ Loss = Callable[[Tensor, Tensor, Any], Tensor]
 Judge = Callable[[Tensor, Tensor], Tensor]
 """`(x, y) ↦` each client's losses `(M, n)` on its validation rows, nan behind the last one. Their mean is its loss."""
 
+GRADIENT = 3  # passes forward that a gradient costs as much as
+
 Tree = TypeVar("Tree")
+
+
+class Judges(Protocol):
+    """Who judges the learners of a run before a round, by validation rows."""
+
+    def __call__(self, learners: Sequence[int]) -> Judge: ...
+
+    def batches(self, learner: int) -> Fraction:
+        """How many batches' worth of rows this learner is judged by."""
+        ...
 
 
 class State(NamedTuple):
@@ -152,8 +165,9 @@ class Method(ABC):
         """Whether `resize` does something: the client asks its validation rows."""
         return False
 
-    def resizes_before(self, number: int, steps: int) -> bool:
-        """Whether it does before round `number`, with so many `steps` in a round; always before a model is used."""
+    def resizes_before(self, number: int, steps: int, batches: Fraction) -> bool:
+        """Whether it does before round `number`, of so many `steps`, where the client has so many batches' worth of
+        validation rows to ask; always before a model is used."""
         return False
 
     # --- set-up ---------------------------------------------------------------------------------------------
@@ -283,6 +297,11 @@ class Method(ABC):
     def resize_passes(cls, settings: Mapping[str, Any], *, serving: bool = False) -> int:
         """How often `resize` passes a validation row through the model, with these values of the method's fields."""
         return 0
+
+    @classmethod
+    def resize_batches(cls, settings: Mapping[str, Any], batches: Fraction, steps: int) -> float:
+        """How many batches' worth of rows it passes before a round (`resizes_before`), the mean over rounds."""
+        return 0.0
 
     def personal(self, F: Loss, s: State, *batches: Any) -> tuple[Tensor, Tensor]:
         """The (x, y) a client is measured with; `batches` are from its training data."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pf2lora.core.method import (
-    Judge,
+    Judges,
     Loss,
     Method,
     State,
@@ -132,7 +132,7 @@ def train(
     device: torch.device | str = "cpu",
     on_step: OnStep = ignore,
     graphs: bool = True,
-    judges: Callable[[Sequence[int]], Judge] | None = None,
+    judges: Judges | None = None,
     after: After | None = None,
     share: Share | None = None,
     room: Room | None = None,

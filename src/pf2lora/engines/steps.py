@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from pf2lora.core.method import Judge, Loss, Method, State, StepStats, take
+from pf2lora.core.method import Judges, Loss, Method, State, StepStats, over_tensors, put, take
 from pf2lora.engines.bad_clients import UpdateLedger, change, lost
 from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.rates import Rates, StepRates
@@ -130,7 +130,7 @@ class LocalTraining:
     device: torch.device | str
     stepper: Stepper
     on_step: OnStep = ignore
-    judges: Callable[[Sequence[int]], Judge] | None = None
+    judges: Judges | None = None
     resizing: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
 
     def round(
@@ -157,9 +157,7 @@ class LocalTraining:
                     told.steps.clear()
                     after = alike.index(together[-1]) + 1
                     part = travel.fetch(together, alike[after : after + len(together)])
-                    if self.judges is not None and method.resizes_before(number, self.steps):
-                        with self.resizing.running():
-                            part = method.resize(part, self.judges(together))
+                    part = self.resized(part, together, number)
                     done = [steps_done[i] for i in together]
                     rates = self.rates.of_round(variant, together, number, part.x)
                     how = told, self.stepper, rates
@@ -181,3 +179,22 @@ class LocalTraining:
                     trained_so_far.bad.update(bad)
                     del part, trained  # the next pass needs their memory
         return trained_so_far
+
+    def resized(self, part: State, together: Sequence[int], number: int) -> State:
+        """The learners' states after those of them whose turn it is have asked their validation rows."""
+        judges, method = self.judges, self.method
+        if judges is None or not method.resizes:
+            return part
+        due = [
+            column
+            for column, i in enumerate(together)
+            if method.resizes_before(number, self.steps, judges.batches(i))
+        ]
+        if not due:
+            return part
+        with self.resizing.running():
+            if len(due) == len(together):
+                return method.resize(part, judges(together))
+            whole = over_tensors(torch.clone, part)
+            put(whole, due, method.resize(take(part, due), judges([together[column] for column in due])))
+            return whole

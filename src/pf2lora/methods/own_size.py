@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from pf2lora.core.layout import NO_LAYOUT, Layout
-from pf2lora.core.method import Judge, Method, State, Surroundings
+from pf2lora.core.method import GRADIENT, Judge, Method, State, Surroundings
 from pf2lora.errors import UserError
 
 AUTO: Literal["auto"] = "auto"
 ALPHA = 0.1  # α where it is not given: rather too large, as what is too large is taken back
 FIXED = 0.03  # α where there are no validation rows to take it back by
 LONGEST = 1.0  # a step of y, per number of it, in steps of x (AdamW's are about η per number)
-SIZES = (0.0, 0.6, 1.4)  # what a client tries to multiply its D by
+SMALLER, NONE, LARGER = 0.6, 0.0, 1.4  # what a client tries to multiply its D by
+ASKED = 20  # one row for so many that training passes through the model is asked for sizes, at most
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,18 @@ class OwnSize(Method):
     def resizes(self) -> bool:
         return self.client_lr == AUTO
 
-    def resizes_before(self, number: int, steps: int) -> bool:
-        return self.resizes and number > 1
+    def resizes_before(self, number: int, steps: int, batches: Fraction) -> bool:
+        """As often as costs a twentieth of the training: few rows are asked before every round, many less often. The
+        size of what is served is tried in any case."""
+        if not self.resizes or number == 1 or batches == 0:
+            return False
+        done, between = (number - 1) * steps, self.steps_between(batches)
+        return done // between > (done - steps) // between
+
+    @classmethod
+    def steps_between(cls, batches: Fraction) -> Fraction:
+        """Local steps from one resizing to the next."""
+        return ASKED * cls.resize_passes({}) * batches / (GRADIENT * cls.gradients_per_step)
 
     @property
     def rate(self) -> float:
@@ -67,21 +79,36 @@ class OwnSize(Method):
 
     def resize(self, s: State, judge: Judge, *, serving: bool = False) -> State:
         """D ← λD with the λ whose loss on the validation rows is least. What is served is never worse on them than the
-        common adapter alone; without rows everything stays as it is."""
-        tries = [torch.where(self.sized(s.y), size * s.y, s.y) for size in SIZES]
-        if serving:
-            tries.append(torch.zeros_like(s.y))
+        common adapter alone; without rows everything stays as it is.
+
+        A smaller D is tried first, and then none where that is no worse, else a larger one: along λ the loss has one
+        valley, or nearly so, and the other side of it need not be asked."""
+        sized = self.sized(s.y)
         y, best = s.y, judge(s.x, s.y).nanmean(1)
-        for tried in tries:
+
+        def offer(tried: Tensor) -> Tensor:
+            nonlocal y, best
             loss = judge(s.x, tried).nanmean(1)
             y = torch.where((loss < best).unsqueeze(1), tried, y)
             best = torch.minimum(best, loss)
+            return loss
+
+        now = best
+        too_large = (offer(torch.where(sized, SMALLER * s.y, s.y)) <= now).unsqueeze(1)
+        offer(torch.where(sized, torch.where(too_large, NONE * s.y, LARGER * s.y), s.y))
+        if serving:
+            offer(torch.zeros_like(s.y))
         return s._replace(y=y)
 
     @classmethod
     def resize_passes(cls, settings: Mapping[str, Any], *, serving: bool = False) -> int:
-        """As it is, with each size, and, to be served, without."""
-        return 1 + len(SIZES) + serving if settings.get("client_lr", AUTO) == AUTO else 0
+        """As it is, with two sizes, and, to be served, without."""
+        return 3 + serving if settings.get("client_lr", AUTO) == AUTO else 0
+
+    @classmethod
+    def resize_batches(cls, settings: Mapping[str, Any], batches: Fraction, steps: int) -> float:
+        often = min(1.0, float(steps / cls.steps_between(batches))) if batches else 0.0
+        return often * cls.resize_passes(settings) * float(batches)
 
     def sized(self, y: Tensor) -> Tensor:
         """Which numbers of y a size multiplies: the D of D_kC_k. A part of the head is too small a thing to do harm."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import NamedTuple
 
+from pf2lora.core.method import GRADIENT
 from pf2lora.core.randomness import participants
 from pf2lora.methods import METHODS
 from pf2lora.run.config import Config
 from pf2lora.run.deploy import candidate_names, rounds_alone
 from pf2lora.run.evaluation import evaluation_rounds
 from pf2lora.run.set_up import method_settings
-from pf2lora.run.sharing import EVALUATIONS, GRADIENT
+from pf2lora.run.sharing import EVALUATIONS
 from pf2lora.run.workload import SAMPLE, Workload
 
 FEW_ROWS = 200  # answered in one evaluation: nobody waits long for so few
@@ -41,11 +43,11 @@ class Rows(NamedTuple):
         return asked / (asked + rounds * self.steps + self.alone)
 
     def times(self, rounds: int, share: float) -> int:
-        """How often a run of so many rounds can be evaluated for all that is asked to have this share of it at most.
-        Where no number of evaluations is few enough, since resizing has it all, they have the share by themselves."""
-        most = rounds * self.steps * share / (1 - share) - self.end
-        left = most - (rounds - 1) * self.resizing
-        return max(1, int((left if left >= self.evaluation else most) / self.evaluation))
+        """How often a run of so many rounds can be evaluated for all that is asked to have this share of it at most;
+        once in any case."""
+        most = (rounds * self.steps + self.alone) * share / (1 - share)
+        left = most - self.end - (rounds - 1) * self.resizing
+        return max(1, int(left / self.evaluation))
 
 
 def rows_of(workload: Workload, method: str) -> Rows:
@@ -55,14 +57,16 @@ def rows_of(workload: Workload, method: str) -> Rows:
     test, validation = sum(len(c.test) for c in clients), sum(len(c.validation) for c in clients)
     taking_part = learners_per_round(config, len(clients))
     steps = taking_part * training.steps * step_rows(config, method)
-    sample = sum(min(len(c.validation), SAMPLE) for c in clients) * taking_part / len(clients)
+    batch = training.batch_size
+    samples = [Fraction(min(len(client.validation), SAMPLE), batch) for client in clients]
+    resizing = sum(batch * kind.resize_batches(settings, rows, training.steps) for rows in samples)
     names = candidate_names(kind)
     points = 2 if kind.federated and training.evaluate_before else 1
     asked = len(names) + kind.resize_passes(settings, serving=True)
     alone = rounds_alone(training) if validation and kind.federated else 0
     return Rows(
         steps,
-        kind.resize_passes(settings) * sample,
+        resizing * taking_part / len(clients),
         points * test + asked * validation,
         # Every candidate is measured, and what clients chose.
         (len(names) + 2 - points) * test + alone * validation if validation else 0,

@@ -188,9 +188,9 @@ def peak_of_answers(trial: Trial, clients: int) -> int | None:
 
 def peak_of(run: Callable[[list[int]], None], clients: int, device: torch.device) -> int | None:
     """The bytes in use at most while it runs."""
-    free_memory()
     torch.cuda.reset_peak_memory_stats(device)
     if attempt(run, list(range(clients))) is None:
+        free_memory()  # of what was tried; else nothing is left over, and looking for it takes longer than the pass
         return None
     return int(torch.cuda.max_memory_allocated(device))
 

@@ -24,7 +24,7 @@ from pf2lora.run.progress import track
 from pf2lora.run.result import Choice
 from pf2lora.run.saved import LoadedRun
 from pf2lora.run.set_up import Trial, batch_source, method_in, method_settings, schedule_of
-from pf2lora.run.validation import sampled_judge
+from pf2lora.run.validation import SampledJudges
 from pf2lora.run.workload import Workload, to_choose_by
 
 OWN, ADAPTED, LOCAL = "own", "adapted", "local"
@@ -173,7 +173,7 @@ class Joining:
                 self.schedule,
                 device=self.run.device,
                 on_step=on_step,
-                judges=None if self.workload.validation is None else partial(sampled_judge, trial),
+                judges=None if self.workload.validation is None else SampledJudges(trial),
                 room=trial.room,
             ):
                 if done.number in measured:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pf2lora.core.method import GRADIENT
 from pf2lora.engines.share import Share, shared_out
 from pf2lora.run.workload import Workload
 
-GRADIENT = 3  # passes forward that a gradient costs as much as
 EVALUATIONS = 10  # of a run, where nobody says
 
 

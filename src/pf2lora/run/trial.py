@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -31,7 +30,7 @@ from pf2lora.run.evaluation import (
 from pf2lora.run.gathering import all_choices, all_steps, largest, measure_all, rows_at_first
 from pf2lora.run.result import POINTS, ROUND_POINTS, Numbers, RoundRecord, SeedRun
 from pf2lora.run.set_up import Trial, values_of
-from pf2lora.run.validation import sampled_judge
+from pf2lora.run.validation import SampledJudges
 from pf2lora.run.warnings import left_out_warnings, training_warnings
 from pf2lora.run.watched import Watched
 from pf2lora.tasks.base import Example
@@ -96,7 +95,7 @@ def run(
         device=workload.device,
         on_step=stepped,
         graphs=config.model.graphs,
-        judges=partial(sampled_judge, trial) if watched.deployment else None,
+        judges=SampledJudges(trial) if watched.deployment else None,
         after=after,
         share=trial.learners,
         room=trial.room,
@@ -237,7 +236,7 @@ def outcomes(trial: Trial, done: Round, watched: Watched, memory: int | None) ->
         found = attempt(steps.flops, trial.F, trial.source, trial.state, trial.workload.device)
         return None if found is None else found[0] / len(trial.seeds) / done.number
 
-    flops = trial.share.processes.from_first(counted)
+    flops = trial.share.processes.from_first(counted) if trial.measured_fully else None
     found = []
     for s in range(len(trial.seeds)):
         own, here = own_slice(trial, s), trial.share.own(s)

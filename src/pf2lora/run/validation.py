@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -47,6 +49,17 @@ def scores(trial: Trial, models: tuple[Tensor, Tensor]) -> Tensor:
     return values
 
 
-def sampled_judge(trial: Trial, learners: Sequence[int]) -> Judge:
-    """On a sample of the validation rows: what is asked after every round must cost little beside it."""
-    return judge(trial, learners, trial.workload.validation_sample)
+@dataclass(frozen=True)
+class SampledJudges:
+    """On a sample of the validation rows: what is asked before rounds must cost little beside them."""
+
+    trial: Trial
+
+    def __call__(self, learners: Sequence[int]) -> Judge:
+        return judge(self.trial, learners, self.trial.workload.validation_sample)
+
+    def batches(self, learner: int) -> Fraction:
+        sample = self.trial.workload.validation_sample
+        assert sample is not None
+        start, stop = sample.spans[learner % len(self.trial.workload.clients)]
+        return Fraction(stop - start, self.trial.source.size)

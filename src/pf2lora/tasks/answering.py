@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -94,10 +95,14 @@ def answered_batches(
     """`function` of the clients' models and every batch of their rows."""
     device = encoded.device
 
+    @lru_cache(maxsize=1)  # they answer batch after batch, and may come from the host each time
+    def models_of(clients: tuple[int, ...]) -> tuple[Tensor, ...]:
+        at = torch.tensor(clients)
+        return tuple(t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
+
     def run(batch: EvaluationBatch) -> Answers:
-        at = torch.tensor(batch.clients)
         with torch.no_grad():
-            x, y = (t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
+            x, y = models_of(tuple(batch.clients))
             return function(x, y, encoded.batch(len(batch.clients), batch.rows))
 
     yield from evaluation_batches(encoded, size, room, run)

@@ -111,10 +111,12 @@ class Task(ABC, Generic[Row, Prediction]):
             answer, common, personal, rows, self.evaluation_batch, self.rooms.answering
         )
         for (together, index, real, start), found in answered:
-            at, width = torch.tensor(together, device=device), len(index) // len(together)
+            width = len(index) // len(together)
             filling = torch.arange(width) >= torch.tensor(real).unsqueeze(1)
+            # Nothing waits for the device here: it has the next batch's kernels before it is done with this one's.
+            at, filling = (t.to(device, non_blocking=True) for t in (torch.tensor(together), filling))
             for whole, values in zip((losses, weights), found):
-                part = values.double().view(len(together), -1).masked_fill(filling.to(device), torch.nan)
+                part = values.double().view(len(together), -1).masked_fill(filling, torch.nan)
                 whole[at, start : start + width] = part
         # Every example's loss times its weight, over the mean weight: the rows' mean is the weighted one.
         return (losses / weights.nanmean(1, keepdim=True)).to(common.device)

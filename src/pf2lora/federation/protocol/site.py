@@ -28,7 +28,7 @@ from pf2lora.federation.protocol.site_models import SiteModels
 from pf2lora.federation.protocol.site_setup import SiteSetup
 from pf2lora.federation.protocol.wire import Memory, Wire, checksum, moved
 from pf2lora.run.evaluation import finite
-from pf2lora.run.validation import sampled_judge
+from pf2lora.run.validation import SampledJudges
 
 logger = logging.getLogger("pf2lora")
 
@@ -146,8 +146,9 @@ class SiteSession:
         answer: dict[str, Any] = {"kind": "update", "round": number}
         if fields.get("measure_served"):
             answer |= self.setup.policy.leaving(self.models.served(state, saved, number - 1))
-        if self.models.validated and method.resizes_before(number, self.steps):
-            state = method.resize(state, sampled_judge(trial, [0]))
+        judges = SampledJudges(trial) if self.models.validated else None
+        if judges and method.resizes_before(number, self.steps, judges.batches(0)):
+            state = method.resize(state, judges([0]))
         (variant,) = method.variants_for_round(state, number)
         began = state
         rates = trial.schedule.rates_of(1).of_round(variant, [0], number, state.x)

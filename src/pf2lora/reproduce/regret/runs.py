@@ -20,9 +20,10 @@ from pf2lora.reproduce.regret.records import Run, Runs, SeedScores, Try
 from pf2lora.reproduce.regret.tasks import EVALUATIONS, BenchmarkTask
 from pf2lora.reproduce.regret.variants import FACTORS, FIRST, Variant, beyond, variants
 from pf2lora.run.baselines import trivial
-from pf2lora.run.comparison import compare
+from pf2lora.run.comparison import Watcher, run_seeds, run_started
 from pf2lora.run.config import Config, from_settings, to_dict
 from pf2lora.run.made_with import machine, versions
+from pf2lora.run.progress import shown
 from pf2lora.run.result import POINTS, SeedRun
 from pf2lora.run.set_up import first_rate
 from pf2lora.run.tries import Rates, deployed_loss, on_validation_rows, run_tries
@@ -194,9 +195,11 @@ def trivial_score(workload: Workload, metric: str) -> float | None:
 
 def train(workload: Workload, config: Config) -> list[SeedRun]:
     """The runs of the config's one method, a seed each; rates that break one client break the run."""
-    config = strictly(config)
-    (method,) = compare(config, workload=replace(workload, config=config)).methods.values()
-    return method.runs
+    workload = replace(workload, config=strictly(config))
+    (method,) = config.training.method
+    with shown() as tell:
+        tell(run_started(workload))
+        return [found.record for found in run_seeds(workload, method, Watcher(tell=tell))]
 
 
 def strictly(config: Config) -> Config:

@@ -24,6 +24,7 @@ GENERATION: dict[str, Any] = {
     "rounds": 30,
     "batch_size": 8,
     "limit": 1000,
+    "test_limit": 150,
 }
 
 

@@ -63,6 +63,15 @@ class Variant:
 FIRST = (
     Variant("pf2lora", "PF2LoRA", "pf2lora"),
     Variant("pf2lora-default", "PF2LoRA, nothing set", "pf2lora", tuned=False),
+    Variant(
+        "pf2lora-layer",
+        "PF2LoRA, nothing set but --client-layer",
+        "pf2lora",
+        {"client_layer": True},
+        of="pf2lora-default",
+        of_head=True,
+        tuned=False,
+    ),
     Variant("homlora", "HOMLoRA", "homlora"),
     Variant("hetlora", "HETLoRA", "hetlora"),
     Variant("local", "Local", "local"),

@@ -1,0 +1,112 @@
+"""What a local step takes inside `pf2lora train`, not in a benchmark of its own: rows drawn, states moved, losses kept.
+
+    python benchmarks/train_step.py --tokenizer carry/mpnet --json train_step.json
+
+A model of RoBERTa-base's shape with random weights, made here, and eight clients' files whose every row fills 128
+tokens. A row of the table is a whole run by the command line's own function; its milliseconds are the median round's
+over its steps, the first round, in which steps are compiled and recorded, and those that ask validation rows left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from shapes import SHAPES
+from timing import ceiling, float32_products, machine, versions
+from transformers import AutoModel, AutoTokenizer
+
+from pf2lora.atomic import write_json
+from pf2lora.cli.show import quiet_libraries
+from pf2lora.run.api import run
+from pf2lora.run.config import from_settings
+from pf2lora.run.workload import choose_device
+
+WORDS = 200  # in a row: more than its tokens
+
+
+def make_model(folder: Path, shape: str, tokenizer: str) -> str:
+    torch.manual_seed(0)
+    AutoModel.from_config(SHAPES[shape].config, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+def make_clients(folder: Path, clients: int, rows: int) -> str:
+    random = np.random.default_rng(0)
+    for k in range(clients):
+        lines = [
+            {"text": " ".join(random.choice(["good", "bad", "film", "plot"], WORDS)), "label": f"{i % 2}"}
+            for i in range(rows)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"client-{k}.jsonl").write_text(text, encoding="utf8")
+    return str(folder / "*.jsonl")
+
+
+def measure(model: str, files: str, method: str, given: argparse.Namespace) -> dict[str, Any]:
+    """A whole run, and its rounds' own times."""
+    settings: dict[str, Any] = {
+        **{"model": model, "clients": [files], "method": [method], "rounds": given.rounds},
+        **{"max_length": SHAPES[given.shape].length, "compile": not given.uncompiled},
+        **{"evaluate_every": given.rounds, "device": given.device},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(from_settings(settings, "train_step.py"), Path(folder) / "run")
+    (found,) = next(iter(result.methods.values())).runs
+    steps = result.config["training"]["steps"]
+    return {
+        "shape": given.shape,
+        "method": method,
+        "clients": given.clients,
+        "compiled": not given.uncompiled,
+        "ms_a_step": 1000 * statistics.median(r.seconds for r in found.rounds[1:]) / steps,
+        "first_round_seconds": found.rounds[0].seconds,
+        "rounds": given.rounds,
+    }
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokenizer", required=True, help="a hub name or a folder")
+    parser.add_argument("--shape", default="roberta-base", choices=list(SHAPES))
+    parser.add_argument("--methods", nargs="+", default=["homlora", "pf2lora"])
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20, help="of 10 steps")
+    parser.add_argument("--uncompiled", action="store_true")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json", type=Path, help="write the rows here, after each")
+    given = parser.parse_args(argv)
+    quiet_libraries()
+    device = choose_device(given.device)
+    with float32_products("high"):
+        most = ceiling(torch.bfloat16, device) / 1e12
+    about = {
+        "machine": machine(device),
+        "versions": versions("torch", "transformers"),
+        "ceiling_tflops": most,
+    }
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "files").mkdir()
+        model = make_model(place / "model", given.shape, given.tokenizer)
+        files = make_clients(place / "files", given.clients, 400)
+        for method in given.methods:
+            rows.append(measure(model, files, method, given) | about)
+            print(json.dumps(rows[-1]), flush=True)
+            if given.json:
+                write_json(given.json, rows)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
