@@ -57,12 +57,14 @@ def breaks_and_goes_on(out: Path, settings: dict[str, Any], *at: int) -> None:
     same(contents(out), expected)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("method", [*METHODS.own, "alternating:Alternating"])
 def test_every_method_goes_on_exactly(method: str, world: World, tmp_path: Path) -> None:
     settings = world.settings(**SMALL, method=method, participation=0.67)
     breaks_and_goes_on(tmp_path / "run", settings, 2, 1)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
@@ -83,6 +85,7 @@ def test_every_way_to_run_goes_on_exactly(
     breaks_and_goes_on(tmp_path / "run", world.settings(**SMALL | {"method": method} | changes), 3)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("task", ["question-answering", "generation"])
 def test_every_task_goes_on_exactly(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # METEOR starts Java
