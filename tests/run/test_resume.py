@@ -18,8 +18,9 @@ import pf2lora
 from pf2lora.core.method import State, StepStats
 from pf2lora.engines import steps as engine_steps
 from pf2lora.methods import METHODS
-from pf2lora.run import checkpoints, comparison, trial
+from pf2lora.run import checkpoints, comparison, costs, trial
 from pf2lora.run.checkpoints import Checkpoints
+from pf2lora.run.costs import flops_of_step
 from pf2lora.run.result import load_result
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,6 +47,12 @@ def still() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def counted(still: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's operations are counted after all."""
+    monkeypatch.setattr(costs, "flops_of_step", flops_of_step)
+
+
 def breaks_and_goes_on(out: Path, settings: dict[str, Any], *at: int) -> None:
     """Broken off after the n-th line of metrics.jsonl, each time, it ends as an unbroken run."""
     expected = unbroken(out, settings)
@@ -65,6 +72,7 @@ def test_every_method_goes_on_exactly(method: str, world: World, tmp_path: Path)
 
 
 @pytest.mark.no_cover
+@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
