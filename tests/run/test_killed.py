@@ -100,7 +100,6 @@ def can_be_read(out: Path) -> None:
             load_file(file)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_anywhere_between_two_writes(
     seed: int, world: World, disk_calls: int, out: Path, expected: dict[str, bytes]
@@ -279,7 +278,6 @@ def failing_at(call: int, number: int = errno.ENOSPC) -> Iterator[list[int]]:
         yield count
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("part", range(1, 10))
 def test_a_disk_that_fills_up_leaves_a_run_that_goes_on(
     part: int, world: World, disk_calls: int, out: Path, expected: dict[str, bytes]

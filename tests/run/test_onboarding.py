@@ -164,7 +164,6 @@ def test_what_goes_wrong_while_it_is_written_changes_nothing(
         assert contents(run) == before
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("after", [0, 3, 6, 7, 8])
 def test_a_stop_between_two_renames_leaves_a_run_that_can_be_used_and_joined(
     after: int, run: Path, file: Path, monkeypatch: pytest.MonkeyPatch

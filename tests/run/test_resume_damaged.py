@@ -41,7 +41,6 @@ def emptied(file: Path) -> None:
 DAMAGE: list[Callable[[Path], None]] = [halved, flipped, emptied, Path.unlink]
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize(
     "name", ["manifest.json", "shared.safetensors", "records.json", "clients/south.safetensors"]
