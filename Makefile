@@ -12,12 +12,13 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 demo: $(VENV)/.installed
 	$(BIN)/pf2lora demo --out runs/demo --force
 
-# Two workers, one thread each: more threads than cores slow each other down.
-WORKERS := -n 2
+# Two workers, one thread each: more threads than cores slow each other down. Each begins with its half, so that what a
+# module's tests share is mostly made once, and takes over from the other at the end.
+WORKERS := -n 2 --dist worksteal
 test test-all: export OMP_NUM_THREADS = 1
 
 # Branch coverage is of what the numbers come from, by the tests of just that: it makes them half as slow again, so the
-# others are run without it. It must not fall.
+# others are run without it, as are whole runs that shorter tests have the lines of (`no_cover`). It must not fall.
 COVERED := core methods engines run
 COVERAGE := $(foreach part,$(COVERED),--cov=pf2lora.$(part)) --cov-branch --cov-report=term:skip-covered --cov-fail-under=90
 

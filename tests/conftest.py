@@ -26,6 +26,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def disk_that_does_not_wait() -> Iterator[None]:
+    """No test cuts the power: what is written is not waited for, of which a tiny run does as much as it computes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # a descriptor must be one
+        yield
+
+
 SHARED = Path(os.environ.get("PF2LORA_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 

@@ -12,6 +12,7 @@ from pf2lora.engines.local import After, Schedule, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("clients_per_pass", [None, 1])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_going_on_after_any_round_changes_no_bit(setting: str, clients_per_pass: int | None) -> None:

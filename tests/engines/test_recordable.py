@@ -33,6 +33,7 @@ def on_stand_in(p: Problem) -> Problem:
     return p._replace(x=p.x.to(DEVICE), y=p.y.to(DEVICE))
 
 
+@pytest.mark.no_cover
 @EVERY_KIND
 @BOTH_ATTENTIONS
 def test_a_step_of_every_kind_could_be_recorded(kind: str, attention: str) -> None:
@@ -54,6 +55,7 @@ def test_a_pass_that_is_recorded_has_the_plain_numbers(kind: str, attention: str
             torch.testing.assert_close(p.F(p.x, p.y, batch), plain, rtol=0, atol=1e-11)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("kind", "packing"), [("llama", False), *((kind, True) for kind in LANGUAGE_MODELS)])
 def test_a_step_of_every_language_model_could_be_recorded(kind: str, packing: bool) -> None:
     """With the loss at targets alone, on the meta device (`recordable.py`)."""

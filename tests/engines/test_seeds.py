@@ -96,6 +96,7 @@ def assert_seeds_are_alone(workload: Workload, name: str, **schedule: Any) -> No
         assert (end - ends[s - 1]).abs().max() > 1e-3
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("per_pass", [None, 2, 4])
 @pytest.mark.parametrize("name", METHODS.own)
 def test_a_seed_does_not_notice_the_others(name: str, per_pass: int | None, world: World) -> None:
@@ -161,6 +162,7 @@ def choosing(world: World) -> Workload:
     return load_workload(from_settings(settings, "test"))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("name", METHODS.own)
 def test_what_is_measured_and_deployed_is_what_it_was_with_one_seed(name: str, choosing: Workload) -> None:
     """Scores, validation losses, and the models that clients choose; in float32."""

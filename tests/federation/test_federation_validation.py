@@ -41,7 +41,13 @@ from pf2lora.run.set_up import Trial
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-AUTO: dict[str, Any] = {"client_lr": "auto", "rounds": 4, "evaluate_every": 1, "hypergradient_mode": "exact"}
+AUTO: dict[str, Any] = {
+    "client_lr": "auto",
+    "rounds": 4,
+    "evaluate_every": 1,
+    "hypergradient_mode": "exact",
+    "personal_steps": None,
+}
 PRUNES = {"methods": {"hetlora": {"lr": 0.01, "r_min": 1, "gamma": 0.5, "penalty": 10.0}}}  # also in round 4
 HALF = {"participation": 0.5, "weighting": "size"}
 
@@ -328,7 +334,7 @@ def test_the_server_says_why_a_run_ended_early(tmp_path: Path) -> None:
 def test_a_rehearsals_site_has_the_rows_of_a_local_run(
     tmp_path: Path, parts: tuple[str, ...], ratio: float
 ) -> None:
-    plan = make_plan("homlora")
+    plan = make_plan("homlora", config={"personal_steps": None})
     make_small(tmp_path, plan)
     small_plan = Plan.of(plan.run, "trial", plan.sites, plan.labels)
     trial = local_trial(tmp_path, small_plan, parts, validation_ratio=ratio)

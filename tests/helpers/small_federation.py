@@ -108,7 +108,7 @@ def write_policy(folder: Path) -> None:
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    """A short run's settings."""
+    """A short run's settings, with one round alone at its end; the default is as many as the run itself has."""
     return {
         "rounds": 3,
         "steps": 2,
@@ -117,12 +117,14 @@ def settings(**changes: Any) -> dict[str, Any]:
         "client_rank": 2,
         "lr": 0.01,
         "client_lr": 0.05,
+        "personal_steps": 2,
     } | changes
 
 
 def make_plan(method: str = "pf2lora", sites: tuple[str, ...] = SITES, **changes: Any) -> Plan:
     """A plan; `config` changes the run's settings."""
-    config = from_settings(settings(**changes.pop("config", {})) | {"method": [method]})
+    own = {"methods": {name: {"finetune_steps": 3} for name in ("homlora-ft", "feddpa-f")}}
+    config = from_settings(own | settings(**changes.pop("config", {})) | {"method": [method]})
     return Plan.of(config, "trial", sites, changes.pop("labels", LABELS), **changes)
 
 

@@ -73,6 +73,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(tmp_path_factory.mktemp("world"))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("kind", KINDS)
 def test_seeds_in_one_pass_are_the_seeds_one_by_one(kind: type[rules.Rule], world: World) -> None:
     """Whole runs of the method by its name, with validation rows and what clients deploy; in float32."""

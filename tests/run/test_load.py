@@ -142,6 +142,7 @@ def test_a_large_run_keeps_rounds_evenly(clients: int, every: int) -> None:
     assert measured == 5 if every == 1000 else measured >= most // 4 - 1
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("measured", "largest"), [(10, 15e6), pytest.param(100, 80e6, marks=pytest.mark.slow)]
 )

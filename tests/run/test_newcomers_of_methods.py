@@ -49,6 +49,7 @@ def test_its_own_part_is_fitted_on_the_common_one(method: str, world: World, tmp
             opened(world.root / "run", method).answers("east", rows, rows)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("method", OTHERS)
 def test_a_method_without_own_adapters_gives_its_common_one(
     method: str, others: World, tmp_path: Path

@@ -24,6 +24,7 @@ def in_time(method: str, task: str, way: str) -> Any:
     )
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("method", "task", "way"), [in_time(*case) for case in CASES])
 def test_a_run_gives_the_recorded_numbers(method: str, task: str, way: str, tmp_path: Path) -> None:
     """Within what two kinds of processor may differ: an Intel Xeon from an AMD EPYC by 5e-4 at most, where a step moves

@@ -48,6 +48,7 @@ def workload_of(world: World, **changes: Any) -> Workload:
     return on_validation_rows(prepare(config_of(world, **changes)))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("method", "over"),
     [

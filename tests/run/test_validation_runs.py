@@ -150,6 +150,7 @@ def plain(run: SeedRun) -> dict[str, Any]:
     return {place: leaf for place, leaf in numbers(values).items() if not place.endswith(".seconds")}
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     "method", ["pf2lora", "pf2lora-joint", "homlora", "per-fedavg", "hetlora", "centralized", "local"]
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pf2lora import __version__
 from pf2lora.atomic import make_folder, write_text
@@ -15,6 +17,9 @@ from pf2lora.report import summary as summaries
 from pf2lora.run import numbers
 from pf2lora.run.measured import by_measured_metric
 from pf2lora.run.result import Result
+
+if TYPE_CHECKING:
+    import jinja2
 
 HERE = Path(__file__).parent
 # One script in this order: each file uses names of those before it.
@@ -54,10 +59,10 @@ def is_ours(page: Path) -> bool:
         return GENERATOR in file.read(2000)
 
 
-def render(runs: list[Result], names: list[str] | None = None) -> str:
-    """The page as text."""
+@cache
+def templates() -> jinja2.Environment:
+    """Made once: reading the templates takes as long as training a tiny model."""
     import jinja2
-    from markupsafe import Markup
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
@@ -67,13 +72,20 @@ def render(runs: list[Result], names: list[str] | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.filters["grouped"] = views.grouped
+    return environment
+
+
+def render(runs: list[Result], names: list[str] | None = None) -> str:
+    """The page as text."""
+    from markupsafe import Markup
+
     runs = [by_measured_metric(run) for run in runs]
     metric = shared_metric(runs)
     names = _distinct(names or [r.title for r in runs])
     series = views.all_series(runs, names)
     script = "(() => {\n'use strict';\n" + "\n".join(_text(name) for name in SCRIPTS) + "})();"
     theme = _text("theme.js")
-    page = environment.get_template("compare.jinja" if len(runs) > 1 else "run.jinja")
+    page = templates().get_template("compare.jinja" if len(runs) > 1 else "run.jinja")
     return page.render(
         generator=GENERATOR,
         version=__version__,
