@@ -41,12 +41,11 @@ class Column(NamedTuple):
 COLUMNS = (
     Column("SST-2, MiniLM", "sst2-h0.9", "accuracy", "minilm_h200", ("alpha-sst2-minilm",)),
     Column(
-        *("SST-2, mpnet", "sst2-h0.9", "accuracy", "mpnet_h200_first_rule"),
-        points=("served", "before_averaging"),  # what was deployed then was chosen by another rule
+        *("SST-2, mpnet", "sst2-h0.9", "accuracy", "mpnet_h200_default"),
     ),
     Column(
         *("CoLA, mpnet", "cola-h0.3", "matthews", "mpnet_h200"),
-        alphas=("alpha-cola-low-mpnet", "alpha-cola-high-mpnet"),
+        alphas=tuple(f"alpha-cola-{which}-mpnet" for which in ("low", "high", "0.001", "0.3")),
     ),
 )
 HEADS = {
@@ -55,6 +54,7 @@ HEADS = {
     "homlora-bias": "HOMLoRA, shared head and a bias per client and label",
     "pf2lora": "PF2LoRA, α found by the clients",
 }
+UNTUNED = {"pf2lora": "pf2lora-default"}  # what stands in its place where it was not tuned
 ALPHAS = ("0.0001", "0.001", "0.01", "0.1", "0.3", "1")
 
 
@@ -76,6 +76,11 @@ def percent(values: Iterable[float | None]) -> str:
 def scaled(value: Estimate) -> Estimate:
     deviation = None if value.deviation is None else 100 * value.deviation
     return replace(value, mean=100 * value.mean, deviation=deviation)
+
+
+def run_of(column: Column, name: str) -> records.Run | None:
+    runs = runs_of(column.runs)
+    return runs.get((column.task, name)) or runs.get((column.task, UNTUNED.get(name, "")))
 
 
 def of_variant(run: records.Run | None, metric: str, point: str) -> str:
@@ -101,7 +106,7 @@ def outcomes() -> str:
     """A row for each head and each α, a column for each task and measuring point."""
     cells = [(column, point) for column in COLUMNS for point in column.points]
     rows = [
-        [label, *(of_variant(runs_of(c.runs).get((c.task, name)), c.metric, point) for c, point in cells)]
+        [label, *(of_variant(run_of(column, name), column.metric, point) for column, point in cells)]
         for name, label in HEADS.items()
     ]
     rows += [

@@ -37,7 +37,20 @@ class Panel(NamedTuple):
 FIGURES = {
     "ablations": (
         Panel("SST-2, accuracy, %", ("more-parameters-minilm", "bilevel-minilm"), "accuracy", 100),
-        Panel("CoLA, Matthews, %", ("bilevel-cola-mpnet",), "matthews", 100),
+        Panel(
+            "CoLA, Matthews, %",
+            ("bilevel-cola-mpnet", "more-parameters-cola-two-level-mpnet"),
+            "matthews",
+            100,
+        ),
+    ),
+    "alpha-cola": (
+        Panel(
+            "CoLA, Matthews, %",
+            tuple(f"alpha-cola-{which}-mpnet" for which in ("low", "0.001", "0.3", "high")),
+            "matthews",
+            100,
+        ),
     ),
     "rank": (Panel("SST-2, accuracy, %", ("rank-sst2-minilm",), "accuracy", 100),),
     "generation": (
@@ -47,6 +60,7 @@ FIGURES = {
 }
 TITLES = {
     "ablations": "More parameters, and with and without bilevel: the stand-ins, served",
+    "alpha-cola": "Sensitivity to α with all-mpnet-base-v2, served",
     "rank": "Sensitivity to r, served",
     "generation": "E2E and WebNLG with SmolLM2-135M, served",
 }
@@ -75,7 +89,10 @@ def bars(panel: Panel) -> dict[str, list[Bar]]:
             name = "auto" if "auto" in label else label.rpartition(", ")[2].casefold()
             groups.setdefault(name, {}).setdefault(row.method, row)
     order = list(METHODS)
-    return {name: sorted(of.values(), key=lambda r: order.index(r.method)) for name, of in groups.items()}
+    found = {name: sorted(of.values(), key=lambda r: order.index(r.method)) for name, of in groups.items()}
+    if all("=" in name for name in found):  # values of a number, whichever call ran them first
+        return dict(sorted(found.items(), key=lambda group: float(group[0].partition("=")[2])))
+    return found
 
 
 def draw(name: str, folder: Path) -> list[Path]:

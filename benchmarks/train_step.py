@@ -3,13 +3,14 @@
     python benchmarks/train_step.py --tokenizer carry/mpnet --json train_step.json
 
 A model of RoBERTa-base's shape with random weights, made here, and eight clients' files whose every row fills 128
-tokens. A row of the table is a whole run by the command line's own function; its milliseconds are the median round's
-over its steps, the first round, in which steps are compiled and recorded, and those that ask validation rows left out.
+tokens. A row is a whole run by the command line's own function. Its milliseconds are those of the median round by its
+steps, without the first one, in which they are compiled and recorded; what validation rows are asked is no step's.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import tempfile
@@ -33,8 +34,10 @@ WORDS = 200  # in a row: more than its tokens
 
 def make_model(folder: Path, shape: str, tokenizer: str) -> str:
     torch.manual_seed(0)
-    AutoModel.from_config(SHAPES[shape].config, dtype=torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    words, config = AutoTokenizer.from_pretrained(tokenizer), copy.deepcopy(SHAPES[shape].config)
+    config.vocab_size = max(config.vocab_size, len(words))
+    AutoModel.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    words.save_pretrained(folder)
     return str(folder)
 
 

@@ -29,7 +29,7 @@ def scripts() -> dict[str, ModuleType]:
     try:
         return {
             name: importlib.import_module(name)
-            for name in ("compile_cost", "end_to_end", "float8", "step_profile")
+            for name in ("compile_cost", "end_to_end", "float8", "step_profile", "train_step")
         }
     finally:
         sys.path.remove(str(BENCHMARKS))
@@ -63,6 +63,22 @@ def test_a_whole_run_beside_what_a_user_would_write(
     assert peft["evaluation_seconds"] > 0 == trainer["evaluation_seconds"]
     for row in rows:
         assert 0 < row["steps_seconds"] < row["seconds"] and row["ms_a_step"] > 0
+
+
+def test_steps_inside_a_run(scripts: dict[str, ModuleType], sst2: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    arguments = ["--tokenizer", str(sst2 / "classifier"), "--shape", "small-roberta", "--uncompiled"]
+    sizes = ["--clients", "2", "--rounds", "3", "--device", "cpu"]
+    rows = scripts["train_step"].main([*arguments, *sizes, "--json", str(file)])
+    assert json.loads(file.read_text()) == rows
+    assert [(row["method"], row["clients"], row["rounds"]) for row in rows] == [
+        ("homlora", 2, 3),
+        ("pf2lora", 2, 3),
+    ]
+    for row in rows:
+        assert row["ms_a_step"] > 0 < row["first_round_seconds"] and not row["compiled"]
+    homlora, pf2lora = rows
+    assert homlora["ms_a_step"] < pf2lora["ms_a_step"]  # one gradient and three
 
 
 def test_a_profile_keeps_its_rows(
