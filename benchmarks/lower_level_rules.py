@@ -15,8 +15,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from pf2lora.core.choice import Judge
 from pf2lora.core.hypergradient import Hyper, Lower, lower_level, shortened
-from pf2lora.core.method import Judge, Loss, Method, State, StepStats, gradients, variable
+from pf2lora.core.method import Loss, Method, State, StepStats, gradients, variable
 from pf2lora.core.optim import Moments, adamw, no_moments
 from pf2lora.errors import unknown
 from pf2lora.methods import own_size

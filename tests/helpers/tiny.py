@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, Pretrai
 
 from pf2lora.adapters.first_state import factor_entries
 from pf2lora.adapters.two_level import AdapterSpec, TwoLevelModel
+from pf2lora.core.choice import Judge
 from pf2lora.core.layout import NO_LAYOUT, Entry, Layout
-from pf2lora.core.method import Judge, Loss, Method
+from pf2lora.core.method import Loss, Method
 from pf2lora.engines.batches import Batch, BatchSource, Encoded, EncodedSource, batch_rows
 from pf2lora.methods.ditto import Ditto
 from pf2lora.methods.feddpa import FedDPAF, FedDPAT

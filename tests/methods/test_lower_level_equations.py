@@ -22,7 +22,8 @@ from lower_level_benchmark import (
 )
 from torch import Tensor
 
-from pf2lora.core.method import Judge, State
+from pf2lora.core.choice import Judge
+from pf2lora.core.method import State
 from pf2lora.core.optim import no_moments
 from pf2lora.errors import UserError
 from pf2lora.methods.own_size import ALPHA

@@ -22,7 +22,8 @@ from lower_level_benchmark import (
 )
 from tiny import EveryRound, Problem
 
-from pf2lora.core.method import Judge, take
+from pf2lora.core.choice import Judge
+from pf2lora.core.method import take
 from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.methods import own_size
 from pf2lora.methods.own_size import ALPHA

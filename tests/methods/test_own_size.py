@@ -11,8 +11,9 @@ import torch
 from tiny import Problem, regression_problem
 from torch import Tensor
 
+from pf2lora.core.choice import Judge
 from pf2lora.core.layout import Entry, Layout
-from pf2lora.core.method import Judge, State, Surroundings
+from pf2lora.core.method import State, Surroundings
 from pf2lora.engines.batches import Batch
 from pf2lora.methods.newcomer import Newcomer
 from pf2lora.methods.own_size import ALPHA, FIXED, LARGER, LONGEST, NONE, SMALLER, OwnSize

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import pf2lora
 from pf2lora.adapters.first_state import factor_entries
+from pf2lora.core.choice import Judge
 from pf2lora.core.layout import Layout
-from pf2lora.core.method import Judge
 from pf2lora.engines.bad_clients import Diverged
 from pf2lora.engines.batches import Batch
 from pf2lora.engines.local import Round, Schedule, train

@@ -1,9 +1,26 @@
-"""Choosing on few rows: by how much one model's losses are below another's, and how sure that is."""
+"""Choosing on few rows: who judges by them, by how much one model's losses are below another's, and how sure that is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+Judge = Callable[[Tensor, Tensor], Tensor]
+"""`(x, y) ↦` each client's losses `(M, n)` on its validation rows, nan behind the last one. Their mean is its loss."""
+
+
+class Judges(Protocol):
+    """Who judges the learners of a run before a round, by validation rows."""
+
+    def __call__(self, learners: Sequence[int]) -> Judge: ...
+
+    def batches(self, learner: int) -> Fraction:
+        """How many batches' worth of rows this learner is judged by."""
+        ...
 
 
 def gain(losses: Tensor, others: Tensor, caution: float) -> Tensor:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
+from pf2lora.core.choice import Judge
 from pf2lora.core.layout import NO_LAYOUT, Layout
 from pf2lora.core.optim import OPTIMIZERS, Moments, no_moments
 from pf2lora.core.rates import RATE, GivenRate
@@ -24,22 +25,9 @@ from pf2lora.errors import unknown
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
 """`F(x, y, batch)`: each client's mean loss on its part of the batch, shape (M,)."""
 
-Judge = Callable[[Tensor, Tensor], Tensor]
-"""`(x, y) ↦` each client's losses `(M, n)` on its validation rows, nan behind the last one. Their mean is its loss."""
-
 GRADIENT = 3  # passes forward that a gradient costs as much as
 
 Tree = TypeVar("Tree")
-
-
-class Judges(Protocol):
-    """Who judges the learners of a run before a round, by validation rows."""
-
-    def __call__(self, learners: Sequence[int]) -> Judge: ...
-
-    def batches(self, learner: int) -> Fraction:
-        """How many batches' worth of rows this learner is judged by."""
-        ...
 
 
 class State(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pf2lora.core.choice import Judges
 from pf2lora.core.method import (
-    Judges,
     Loss,
     Method,
     State,

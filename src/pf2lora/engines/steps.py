@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from pf2lora.core.method import Judges, Loss, Method, State, StepStats, over_tensors, put, take
+from pf2lora.core.choice import Judges
+from pf2lora.core.method import Loss, Method, State, StepStats, over_tensors, put, take
 from pf2lora.engines.bad_clients import UpdateLedger, change, lost
 from pf2lora.engines.batches import BatchSource
 from pf2lora.engines.rates import Rates, StepRates

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from pf2lora.core.choice import Judge
 from pf2lora.core.layout import NO_LAYOUT, Layout
-from pf2lora.core.method import GRADIENT, Judge, Method, State, Surroundings
+from pf2lora.core.method import GRADIENT, Method, State, Surroundings
 from pf2lora.errors import UserError
 
 AUTO: Literal["auto"] = "auto"

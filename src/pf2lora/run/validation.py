@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from pf2lora.core.method import Judge
+from pf2lora.core.choice import Judge
 from pf2lora.engines.batches import Encoded
 from pf2lora.run.set_up import Trial
 
