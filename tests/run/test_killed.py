@@ -167,11 +167,9 @@ def test_a_real_run_is_killed_and_goes_on(
     words = command(world, out)
     process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(out / "checkpoints" / "000002", process)
-    process.kill()
-    process.wait()
+    process.kill(), process.wait()
     code, said, err = command_line(monkeypatch, capfd, *words[2:])
-    assert code == 0, err
-    assert "going on after round" in " ".join((said + err).split())
+    assert code == 0 and "going on after round" in " ".join((said + err).split()), err
     same(contents(out), expected)
 
 

@@ -1,4 +1,4 @@
-"""Choosing on few rows: who judges by them, by how much one model's losses are below another's, and how sure that is."""
+"""Choosing on few rows: who judges by them, how far one model's losses are below another's, and how sure that is."""
 
 from __future__ import annotations
 
