@@ -240,13 +240,13 @@ def test_a_loss_has_risen_when_it_can_be_seen() -> None:
 
 def test_nothing_is_warned_of_at_our_own_defaults(world: World) -> None:
     """An own adapter that found the size 0, or has no rank, has not stopped moving."""
-    given = world.settings(rounds=12)
+    given = world.settings(rounds=12, steps=8)
     defaults = {key: given[key] for key in given if key not in ("client_lr", "validation_ratio")}
     tried: list[dict[str, Any]] = [{}, {"participation": 0.4}, {"client_rank": 0}]
     for changes in (*tried, {"client_rank": 0, "client_lr": 0.1}):
         result = pf2lora.federate(**defaults | {"method": ["pf2lora", "pf2lora-joint"]} | changes)
         assert [run.warnings for method in result.methods.values() for run in method.runs] == [[], []]
-    rising = pf2lora.federate(**defaults | {"method": ["pf2lora", "homlora"], "lr": 3.0})
+    rising = pf2lora.federate(**defaults | {"method": ["pf2lora", "homlora"], "lr": 3.0, "steps": 2})
     for method in rising.methods.values():
         assert method.runs[0].warnings
         assert not any("client_lr" in line for line in method.runs[0].warnings)

@@ -20,7 +20,8 @@ ALPHA = 0.1  # α where it is not given: rather too large, as what is too large 
 FIXED = 0.03  # α where there are no validation rows to take it back by
 LONGEST = 1.0  # a step of y, per number of it, in steps of x (AdamW's are about η per number)
 SMALLER, NONE, LARGER = 0.6, 0.0, 1.4  # what a client tries to multiply its D by
-ASKED = 20  # one row for so many that training passes through the model is asked for sizes, at most
+ASKED = 20  # one row for so many that training passes through the model is asked for sizes, about
+SELDOM = 40  # local steps after which they are tried in any case: more seldom has not been measured
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ class OwnSize(Method):
     @classmethod
     def steps_between(cls, batches: Fraction) -> Fraction:
         """Local steps from one resizing to the next."""
-        return ASKED * cls.resize_passes({}) * batches / (GRADIENT * cls.gradients_per_step)
+        return min(
+            Fraction(SELDOM), ASKED * cls.resize_passes({}) * batches / (GRADIENT * cls.gradients_per_step)
+        )
 
     @property
     def rate(self) -> float:
