@@ -4,6 +4,8 @@ learn they lose nothing."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,42 @@ class Linear:
             return losses.masked_fill(~torch.isfinite(losses), torch.inf)
 
         return judge
+
+
+@dataclass(frozen=True)
+class SomeRounds(EveryRound):
+    """Only the first `asked` clients have few rows, and who is asked is written down."""
+
+    asked: int = 0
+    seen: list[list[int]] = field(default_factory=list)
+
+    def __call__(self, learners: Sequence[int]) -> Judge:
+        self.seen.append(list(learners))
+        return super().__call__(learners)
+
+    def batches(self, learner: int) -> Fraction:
+        return super().batches(learner) if learner < self.asked else Fraction(1000)
+
+
+def test_who_asks_before_a_round_and_who_does_not_share_a_pass() -> None:
+    """The first client is sized before the second round and the others are not: each has what it would have if all
+    were, or nobody."""
+    world = Linear()
+    p = world.problem
+    method = PF2LoRA(
+        p.layout, lr=0.02, client_lr="auto", personal_layout=world.own, hypergradient_mode="none"
+    )
+    schedule = Schedule(rounds=2, steps=10)
+    found = []
+    for asked in (0, 1, CLIENTS):
+        judges = SomeRounds(world.judges, asked)
+        *_, last = train(method, p.F, method.init(p.x, p.y), p.source, schedule, judges=judges)
+        found.append(last.kept().before)
+        assert judges.seen == ([list(range(asked))] if asked else [])
+    nobody, one, everybody = found
+    assert torch.equal(one.y[0], everybody.y[0]) and torch.equal(one.x[0], everybody.x[0])
+    assert torch.equal(one.y[1:], nobody.y[1:]) and torch.equal(one.x[1:], nobody.x[1:])
+    assert (everybody.y != nobody.y).any(1).all()
 
 
 def run(kind: type[OwnSize], client_lr: Any, **options: Any) -> list[Round]:

@@ -163,11 +163,11 @@ def wait_for(file: Path, process: subprocess.Popen[bytes]) -> None:
 def test_a_real_run_is_killed_and_goes_on(
     world: World, out: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    """The same command goes on; it is given here, where everything is imported already."""
-    words = command(world, out)
+    words = command(world, out)  # which goes on, given again: here, where everything is imported already
     process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(out / "checkpoints" / "000002", process)
-    process.kill(), process.wait()
+    process.kill()
+    process.wait()
     code, said, err = command_line(monkeypatch, capfd, *words[2:])
     assert code == 0 and "going on after round" in " ".join((said + err).split()), err
     same(contents(out), expected)
