@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,14 @@ def disk_that_does_not_wait() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # a descriptor must be one
         yield
+
+
+@pytest.fixture
+def sized_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`client_lr = "auto"` before every round: tiny runs are too short for a size to be tried otherwise."""
+    from pf2lora.methods import own_size
+
+    monkeypatch.setattr(own_size, "ASKED", Fraction(1, 1000))
 
 
 SHARED = Path(os.environ.get("PF2LORA_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))

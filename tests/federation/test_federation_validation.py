@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,17 +36,10 @@ from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.site_models import choice_file
 from pf2lora.federation.protocol.site_setup import load_client, site_config, state_folder
 from pf2lora.federation.protocol.stopping import middle_loss, out_of_patience
-from pf2lora.methods import own_size
 from pf2lora.run.result import Choice, SeedRun
 from pf2lora.run.set_up import Trial
 
 pytestmark = pytest.mark.usefixtures("one_thread", "sized_every_round")
-
-
-@pytest.fixture
-def sized_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These runs are too short for a size to be tried otherwise."""
-    monkeypatch.setattr(own_size, "ASKED", Fraction(1, 1000))
 
 
 AUTO: dict[str, Any] = {
