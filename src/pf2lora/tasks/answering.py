@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -95,10 +94,16 @@ def answered_batches(
     """`function` of the clients' models and every batch of their rows."""
     device = encoded.device
 
-    @lru_cache(maxsize=1)  # they answer batch after batch, and may come from the host each time
+    held: dict[
+        tuple[int, ...], tuple[Tensor, ...]
+    ] = {}  # who answer batch after batch, and may come from the host
+
     def models_of(clients: tuple[int, ...]) -> tuple[Tensor, ...]:
-        at = torch.tensor(clients)
-        return tuple(t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
+        if clients not in held:
+            held.clear()  # before others take their place: a smaller pass may be one for which there was no memory
+            at = torch.tensor(clients)
+            held[clients] = tuple(t.index_select(0, at.to(t.device)).to(device) for t in (common, personal))
+        return held[clients]
 
     def run(batch: EvaluationBatch) -> Answers:
         with torch.no_grad():
