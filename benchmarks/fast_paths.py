@@ -48,7 +48,7 @@ def run(workload: Workload, seed: int) -> dict[str, Any]:
         trial.source,
         trial.schedule,
         device=workload.device,
-        graphs=workload.config.model.graphs,
+        stepper=trial.stepper,
     )
     for done in rounds:
         losses += done.stats.loss.mean(1).tolist()

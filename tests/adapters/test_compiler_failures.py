@@ -10,7 +10,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from little_world import make_world
-from stand_in_graphs import StandInGraph
+from stand_in_graphs import StandInGraph, stepper_of
 from tiny import build, tiny_problem
 from tiny_language_models import loss_and_gradients, two_level, whole
 from torch import Tensor
@@ -65,7 +65,8 @@ def run(kind: str, *, compiled: bool, graphs: bool = False, room: Room | None = 
     if compiled:
         p.model.compile()
     method = build("pf2lora-difference", p)
-    *_, last = train(method, p.F, method.init(p.x, p.y), p.source, Schedule(2, 2), graphs=graphs, room=room)
+    begun = method, p.F, method.init(p.x, p.y), p.source, Schedule(2, 2)
+    *_, last = train(*begun, stepper=stepper_of(p.F, graphs), room=room)
     assert not p.model.compiled and not p.model.compiles_layers
     return last.served.x
 

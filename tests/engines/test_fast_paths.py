@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 from recordable import attending
-from stand_in_graphs import StandInGraph
+from stand_in_graphs import StandInGraph, stepper_of
 from tiny import CONFIGS, tiny_data, tiny_model, tiny_problem
 
 from pf2lora.adapters.architectures import ARCHITECTURES, needed_mask
 from pf2lora.core.rates import RateSchedule
-from pf2lora.engines import local, stepper
+from pf2lora.engines import stepper
 from pf2lora.engines.batches import Batch, EncodedSource, batch_rows_by_length, stream_rows
 from pf2lora.engines.local import Schedule, train
 from pf2lora.engines.room import Room
-from pf2lora.engines.stepper import GraphStepper, Recording
+from pf2lora.engines.stepper import GraphStepper, PlainStepper, Recording
 from pf2lora.methods import METHODS
 from pf2lora.methods.pf2lora import PF2LoRA
 
@@ -88,7 +88,13 @@ def test_compiled_passes_give_the_same_run() -> None:
         method = PF2LoRA(p.layout, client_lr=0.1)
         source = replace(p.source, data=p.source.data.to(device))
         rounds = train(
-            method, p.F, method.init(p.x, p.y), source, Schedule(2, 2), device=device, graphs=False
+            method,
+            p.F,
+            method.init(p.x, p.y),
+            source,
+            Schedule(2, 2),
+            device=device,
+            stepper=PlainStepper(p.F),
         )
         ends.append([done.kept() for done in rounds][-1].served.x.cpu())
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
@@ -116,9 +122,8 @@ def test_replays_begin_where_the_last_step_ended(
         source = replace(p.source, window=4, alike=method.draws)
         schedule = Schedule(3, 4, clients_per_pass=per_pass, rates=rates)
         StandInGraph.replays = 0
-        rounds = [
-            r.kept() for r in train(method, p.F, method.init(p.x, p.y), source, schedule, graphs=graphs)
-        ]
+        begun = method, p.F, method.init(p.x, p.y), source, schedule
+        rounds = [r.kept() for r in train(*begun, stepper=stepper_of(p.F, graphs))]
         assert StandInGraph.replays == (0 if not graphs else 12 if per_pass is None else 24)
         runs.append(rounds)
     for plain, *recorded in zip(*runs):
@@ -130,34 +135,26 @@ def test_replays_begin_where_the_last_step_ended(
         assert [r.stats.second_order is None for r in runs[1]] == [False, True, True]
 
 
-def recorded_run(
-    steps: GraphStepper,
-    monkeypatch: pytest.MonkeyPatch,
-    room: Room | None = None,
-    per_pass: int | None = None,
-) -> torch.Tensor:
+def recorded_run(steps: GraphStepper, room: Room | None = None, per_pass: int | None = None) -> torch.Tensor:
     """The end of a run with steps of several lengths, by this stepper."""
-    monkeypatch.setattr(local, "make_stepper", lambda F, device, graphs: steps)
     p = tiny_problem("roberta")
     steps.F = p.F
     method = METHODS["homlora"](p.layout)
     assert isinstance(p.source, EncodedSource)
     source = replace(p.source, window=4, alike=method.draws)
     schedule = Schedule(3, 4, clients_per_pass=per_pass)
-    *_, last = train(method, p.F, method.init(p.x, p.y), source, schedule, room=room)
+    *_, last = train(method, p.F, method.init(p.x, p.y), source, schedule, stepper=steps, room=room)
     return last.served.x
 
 
-def test_recordings_of_one_shape_share_their_states_place(
-    stand_in_graphs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recordings_of_one_shape_share_their_states_place(stand_in_graphs: None) -> None:
     """A state as large as all clients' is there once, and not once for each length of a batch."""
     steps = GraphStepper(lambda x, y, batch: x.sum(1))
-    recorded_run(steps, monkeypatch)
+    recorded_run(steps)
     states = [recording.state for recording in steps.recordings.values()]
     assert len(states) > 1 and all(state is states[0] for state in states) and len(steps.places) == 1
     steps = GraphStepper(lambda x, y, batch: x.sum(1))
-    recorded_run(steps, monkeypatch, per_pass=2)
+    recorded_run(steps, per_pass=2)
     places = {id(recording.state) for recording in steps.recordings.values()}
     assert len(places) == len(steps.places) == 2  # of two clients, and of one
     assert steps.forget() and not steps.places and not steps.forget()
@@ -167,7 +164,7 @@ def test_other_recordings_give_way_before_a_pass_is_halved(
     stand_in_graphs: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Memory for one recording: the next one takes its, and the run goes on where it was."""
-    expected = recorded_run(GraphStepper(lambda x, y, batch: x.sum(1)), monkeypatch)
+    expected = recorded_run(GraphStepper(lambda x, y, batch: x.sum(1)))
     record, held = GraphStepper.record, list[int]()
 
     def bounded(self: GraphStepper, *args: Any) -> Recording:
@@ -179,7 +176,7 @@ def test_other_recordings_give_way_before_a_pass_is_halved(
     monkeypatch.setattr(GraphStepper, "record", bounded)
     monkeypatch.setattr(stepper, "free_memory", lambda: None)
     room = Room()
-    found = recorded_run(GraphStepper(lambda x, y, batch: x.sum(1)), monkeypatch, room)
+    found = recorded_run(GraphStepper(lambda x, y, batch: x.sum(1)), room)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert room.clients is None and len(held) > 2
     assert [r.getMessage().split(":")[0] for r in caplog.records] == ["out of memory beside 1 recorded steps"]
@@ -244,8 +241,8 @@ def test_recorded_steps_and_waiting_clients_give_the_plain_numbers(name: str, ra
         assert isinstance(p.source, EncodedSource)
         source = EncodedSource(p.source.data.to(device), p.source.names, 4, seeds=(0,), alike=method.draws)
         schedule = Schedule(3, 4, clients_per_pass=per_pass, rates=rates)
-        rounds = train(method, p.F, method.init(p.x, p.y), source, schedule, device=device, graphs=graphs)
-        *_, last = rounds
+        begun = method, p.F, method.init(p.x, p.y), source, schedule
+        *_, last = train(*begun, device=device, stepper=stepper_of(p.F, graphs))
         assert last.served.x.device.type == ("cuda" if per_pass is None else "cpu")
         runs.append(last.served.x.cpu())
     torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=1e-9)
@@ -269,7 +266,8 @@ def test_every_architecture_is_recorded(kind: str, attention: str, caplog: pytes
         x, y = p.x.float(), p.y.float()
         method = PF2LoRA(p.layout, lr=1e-3, client_lr=0.1)
         source = EncodedSource(p.source.data.to(device), p.source.names, 4, seeds=(0,), alike=method.draws)
-        *_, last = train(method, p.F, method.init(x, y), source, Schedule(3, 4), device=device, graphs=graphs)
+        begun = method, p.F, method.init(x, y), source, Schedule(3, 4)
+        *_, last = train(*begun, device=device, stepper=stepper_of(p.F, graphs))
         ends.append(last.served.x.cpu())
     assert "without a CUDA graph" not in caplog.text
     assert (ends[0] - ends[1]).abs().mean() < 1e-5

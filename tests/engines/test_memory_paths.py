@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from language_models import configurations
-from stand_in_graphs import StandInGraph
+from stand_in_graphs import StandInGraph, stepper_of
 from tokenizers_for_tests import byte_level
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -69,7 +69,8 @@ def run(model: TwoLevelModel, device: str, *, graphs: bool, seed: int = 0) -> tu
     data = ROWS.to(torch.device(device))
     source = EncodedSource(data, names, 4, seeds=(seed,), alike=method.draws)
     begun = partial(TASK.loss, model), method.init(x, y), source, Schedule(2, 3)
-    *_, last = train(method, *begun, device=torch.device(device), graphs=graphs)
+    how = stepper_of(begun[0], graphs)
+    *_, last = train(method, *begun, device=torch.device(device), stepper=how)
     return last.served.x.cpu(), last.stats.loss.cpu()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted_attention import DTYPES, compare, padding, random_heads, with_gradients
+from stand_in_graphs import stepper_of
 from tiny import CONFIGS, tiny_model, tiny_problem
 from torch import Tensor
 
@@ -127,7 +128,8 @@ def test_steps_with_the_kernels_are_recorded(
         calls.clear()
         method = HomLoRA(p.layout)
         state = method.init(p.x, p.y)
-        *_, last = train(method, p.F, state, p.source, Schedule(3, 4), device=DEVICE, graphs=graphs)
+        how = stepper_of(p.F, graphs)
+        *_, last = train(method, p.F, state, p.source, Schedule(3, 4), device=DEVICE, stepper=how)
         assert calls
         ends.append(last.served.x.cpu())
     for said in ("without a CUDA graph", "compiler failed", "Triton"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stand_in_graphs import stepper_of
 from tiny import tiny_problem
 
 from pf2lora.core.method import over_tensors
@@ -90,6 +91,6 @@ def test_travelling_states_give_the_plain_numbers(graphs: bool) -> None:
         method = METHODS["homlora"](p.layout)
         schedule = Schedule(4, 3, clients_per_pass=per_pass)
         state = method.init(p.x, p.y)
-        *_, last = train(method, F, state, source, schedule, device=device, graphs=graphs)
+        *_, last = train(method, F, state, source, schedule, device=device, stepper=stepper_of(F, graphs))
         ends.append(last.served.x.cpu())
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from pf2lora.core.method import State, StepStats, over_tensors
-from pf2lora.engines import local
-from pf2lora.engines.stepper import GraphStepper, PlainStepper
+from pf2lora.core.method import Loss, State, StepStats, over_tensors
+from pf2lora.engines.stepper import GraphStepper, PlainStepper, Stepper
 from pf2lora.methods import METHODS
+
+
+def stepper_of(F: Loss, graphs: bool) -> Stepper:
+    """Recorded or plain, whatever the device."""
+    return GraphStepper(F) if graphs else PlainStepper(F)
 
 
 class StandInGraph:
@@ -60,9 +64,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(
-        local, "make_stepper", lambda F, device, graphs: GraphStepper(F) if graphs else PlainStepper(F)
-    )
     for kind in {METHODS[name] for name in ("pf2lora", "homlora", "per-fedavg")}:
         original = kind.step
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from little_world import LEARNING, World, make_world, opened, sentences, write_jsonl
+from stand_in_graphs import StandInGraph
 from torch import Tensor
 
 import pf2lora
 from pf2lora.core.method import State
 from pf2lora.engines.share import Share
-from pf2lora.run import deploy
+from pf2lora.engines.stepper import GraphStepper, signature
+from pf2lora.run import deploy, set_up
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_settings
 from pf2lora.run.deploy import BEFORE, COMMON, PERSONAL, SERVED, Deployment
@@ -238,6 +240,40 @@ def test_a_run_with_the_last_round_kept_deploys_nothing_older(
     assert set(run.candidates) == {SERVED, BEFORE, PERSONAL}
     none = pf2lora.federate(**world.settings(**LEARNING | VALIDATED | {"rounds": 2}, personal_steps=0))
     assert PERSONAL not in none.methods["pf2lora"].runs[0].candidates
+
+
+@pytest.mark.parametrize("method", ["pf2lora", "homlora"])
+def test_steps_alone_replay_what_the_rounds_recorded(
+    method: str, world: World, stand_in_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[GraphStepper] = []
+
+    def recorded(F: Any, device: Any, *, graphs: bool) -> GraphStepper:
+        made.append(GraphStepper(F))
+        return made[-1]
+
+    monkeypatch.setattr(set_up, "make_stepper", recorded)
+    records, rounds_over = [], []
+    record, alone = GraphStepper.record, deploy.alone
+
+    def counted(self: GraphStepper, *args: Any) -> Any:
+        records.append(signature(*args[1:3]))
+        return record(self, *args)
+
+    def begun(*args: Any) -> Any:
+        rounds_over.append((len(records), StandInGraph.replays))
+        return alone(*args)
+
+    monkeypatch.setattr(GraphStepper, "record", counted)
+    monkeypatch.setattr(deploy, "alone", begun)
+    StandInGraph.replays = 0
+    settings = LEARNING | VALIDATED | {"rounds": 4, "method": method}
+    pf2lora.federate(**world.settings(**settings))
+    ((recorded_in_rounds, replayed_in_rounds),) = rounds_over
+    assert len(made) == 1 and len(set(records)) == len(records)
+    assert (
+        len(records) - recorded_in_rounds < StandInGraph.replays - replayed_in_rounds
+    )  # but for new lengths
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -31,7 +31,7 @@ from pf2lora.engines.private import common_start, noisy
 from pf2lora.engines.rates import Rates
 from pf2lora.engines.room import Room
 from pf2lora.engines.share import Share, at_server, copy_first, of_everyone
-from pf2lora.engines.stepper import make_stepper
+from pf2lora.engines.stepper import Stepper, make_stepper
 from pf2lora.engines.steps import LocalTraining, OnStep, Trained, ignore
 from pf2lora.engines.stopwatch import Stopwatch
 from pf2lora.errors import UserError
@@ -131,7 +131,7 @@ def train(
     *,
     device: torch.device | str = "cpu",
     on_step: OnStep = ignore,
-    graphs: bool = True,
+    stepper: Stepper | None = None,
     judges: Judges | None = None,
     after: After | None = None,
     share: Share | None = None,
@@ -140,11 +140,11 @@ def train(
     """The rounds of a run, one by one. This loop exists once.
 
     `state` and `source` are those of all learners: the clients of the first of the schedule's seeds, then of the next.
-    On a CUDA device the local step is recorded as a CUDA graph and replayed, unless `graphs` is off. `judges` gives
-    some learners' judge, where there are validation rows. `after` a round that was done before, the run goes on with
-    the next: `state` is what was served then. Where processes `share` the clients, `state`, `source` and `judges` are
-    those of this one's learners, and a round's numbers, but for the states, are everybody's. `room` says how many share
-    a pass where it is known better than the schedule knows it.
+    A local step is run by the `stepper`; without one, on a CUDA device, it is recorded as a CUDA graph and replayed.
+    `judges` gives some learners' judge, where there are validation rows. `after` a round that was done before, the run
+    goes on with the next: `state` is what was served then. Where processes `share` the clients, `state`, `source` and
+    `judges` are those of this one's learners, and a round's numbers, but for the states, are everybody's. `room` says
+    how many share a pass where it is known better than the schedule knows it.
     """
     seeds, share = schedule.seeds, share or Share.of_one(len(source.names) // len(schedule.seeds))
     names, sizes = share.everyone(source.names), share.everyone(source.sizes)
@@ -158,7 +158,7 @@ def train(
     home = home_of(len(here), room, torch.device(device))
     state = over_tensors(lambda t: own_copy(t, home, waits_for=torch.device(device)), state)
     served = state
-    stepper, resizing = make_stepper(F, device, graphs=graphs), Stopwatch(torch.device(device))
+    stepper, resizing = stepper or make_stepper(F, device), Stopwatch(torch.device(device))
     room.holders.add(stepper)
     how = schedule.rates_of(len(share.here)), device, stepper, on_step, judges, resizing
     local = LocalTraining(method, F, source, schedule.steps, room, *how)

@@ -34,8 +34,8 @@ class Rates:
 
     def outside(self, method: Method, learners: Sequence[int], like: Tensor) -> StepRates:
         """The rates of what is no local step of a round: fine-tuning before use, steps alone after the last round."""
-        names = dict.fromkeys(name for own in self.own for name in own)
-        return {name: like.new_tensor(self.values(method, learners, name)).unsqueeze(1) for name in names}
+        values = {name: self.values(method, learners, name) for name in sorted(set[str]().union(*self.own))}
+        return {name: like.new_tensor(rates).unsqueeze(1) for name, rates in values.items() if any(rates)}
 
     def of_round(
         self, method: Method, learners: Sequence[int], number: int, like: Tensor

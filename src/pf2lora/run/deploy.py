@@ -12,7 +12,6 @@ from torch import Tensor
 from pf2lora.core.choice import gain
 from pf2lora.core.method import Method, State, moved, over_tensors, put, take
 from pf2lora.engines.local import Round
-from pf2lora.engines.stepper import make_stepper
 from pf2lora.engines.steps import local_steps, variants
 from pf2lora.run.config import TrainingSettings
 from pf2lora.run.evaluation import Models, finite, models_in_use
@@ -202,9 +201,6 @@ def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Mode
     workload, schedule = trial.workload, trial.schedule
     learners, room = range(len(trial.source.names)), trial.room
     state = over_tensors(torch.clone, state)
-    room.give_back()  # what was recorded of the rounds before, which are over
-    stepper = make_stepper(trial.F, workload.device, graphs=workload.config.model.graphs)
-    room.holders.add(stepper)
     for i in range(rounds):
         done = (number + i) * schedule.steps
         for variant, alike in variants(trial.method, state, learners, number + i + 1):
@@ -213,7 +209,7 @@ def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Mode
                 part = moved(take(state, together), workload.device)
                 rates = [trial.rates.outside(variant, together, part.x)] * schedule.steps
                 begun = trial.F, part, trial.source, together, [done] * len(together), schedule.steps
-                return local_steps(variant, *begun, stepper=stepper, rates=rates)[0]
+                return local_steps(variant, *begun, stepper=trial.stepper, rates=rates)[0]
 
             for together, part in room.passes(alike, train):
                 put(state, together, part)

@@ -173,6 +173,7 @@ class Joining:
                 self.schedule,
                 device=self.run.device,
                 on_step=on_step,
+                stepper=trial.stepper,
                 judges=None if self.workload.validation is None else SampledJudges(trial),
                 room=trial.room,
             ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from pf2lora.engines.local import Schedule
 from pf2lora.engines.rates import Rates
 from pf2lora.engines.room import Room, Rooms
 from pf2lora.engines.share import Share
+from pf2lora.engines.stepper import Stepper, make_stepper
 from pf2lora.methods import METHODS
 from pf2lora.run import privacy
 from pf2lora.run.compiling import compiles, lengths
@@ -73,6 +74,13 @@ class Trial:
     def room(self) -> Room:
         """How much of a local step shares a pass."""
         return self.workload.task.rooms.training
+
+    @cached_property
+    def stepper(self) -> Stepper:
+        """How a local step is run, in rounds and alone: what is recorded in the one is replayed in the other."""
+        stepper = make_stepper(self.F, self.workload.device, graphs=self.workload.config.model.graphs)
+        self.room.holders.add(stepper)
+        return stepper
 
     @property
     def rates(self) -> Rates:

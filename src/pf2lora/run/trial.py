@@ -71,7 +71,7 @@ def run(
     """Train, and measure as the config says; an outcome for each seed. `on_round` gets each round's records as they
     happen, with their seeds, `on_step` how many learners did another step. A `keeper` keeps what the trial needs to go
     on, and knows whether it was begun before; `on_begun` is told how many rounds of it are over then."""
-    workload, config = trial.workload, trial.workload.config
+    workload = trial.workload
     measured_rounds = rounds_to_evaluate(workload)
     watched = Watched.of(trial)
     begun = keeper.begun(trial, watched) if keeper else None
@@ -94,7 +94,7 @@ def run(
         trial.schedule,
         device=workload.device,
         on_step=stepped,
-        graphs=config.model.graphs,
+        stepper=trial.stepper,
         judges=SampledJudges(trial) if watched.deployment else None,
         after=after,
         share=trial.learners,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from language_models import IN_FLOAT32, LANGUAGE_MODELS, adapted_model
+from stand_in_graphs import stepper_of
 from tokenizers_for_tests import byte_level
 
 from pf2lora.adapters.architectures import packed_mask
@@ -156,7 +157,8 @@ def test_packed_steps_are_recorded(kind: str, attention: str, caplog: pytest.Log
         source = EncodedSource(data.to(device), NAMES, 2, (0,), alike=method.draws)
         state = method.init(x.detach(), y.detach())
         F = partial(task.loss, model)
-        *_, last = train(method, F, state, source, Schedule(2, 3), device=device, graphs=graphs)
+        how = stepper_of(F, graphs)
+        *_, last = train(method, F, state, source, Schedule(2, 3), device=device, stepper=how)
         ends.append(last.served.x.cpu())
     assert "without a CUDA graph" not in caplog.text
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-4)

@@ -11,7 +11,6 @@ import torch
 from pf2lora.core.method import State, StepStats
 from pf2lora.core.privacy import clipped, standard_normal
 from pf2lora.engines.bad_clients import REMEDY, UpdateLedger, change
-from pf2lora.engines.stepper import make_stepper
 from pf2lora.engines.steps import local_steps
 from pf2lora.federation.protocol import masked_fields, private
 from pf2lora.federation.protocol.checkpoints import Checkpoint, CheckpointFolder
@@ -43,9 +42,6 @@ class SiteSession:
     def __init__(self, setup: SiteSetup, folder: CheckpointFolder, steps: int, wire: Wire) -> None:
         self.setup, self.folder, self.steps, self.wire = setup, folder, steps, wire
         self.models = SiteModels(setup.trial, folder)
-        config = setup.trial.workload.config
-        self.stepper = make_stepper(setup.trial.F, setup.initial.x.device, graphs=config.model.graphs)
-        setup.trial.room.holders.add(self.stepper)
         self.privacy = setup.trial.schedule.privacy
         self.latest: Checkpoint | None = None  # the newest state on disk, to spare a read
         self.served: torch.Tensor | None = None  # the server's answer that came last (n,)
@@ -152,7 +148,7 @@ class SiteSession:
         (variant,) = method.variants_for_round(state, number)
         began = state
         rates = trial.schedule.rates_of(1).of_round(variant, [0], number, state.x)
-        how: dict[str, Any] = {"stepper": self.stepper, "rates": rates}
+        how: dict[str, Any] = {"stepper": self.setup.trial.stepper, "rates": rates}
 
         def train(clients: list[int]) -> tuple[State, StepStats]:
             done = [saved.steps]
