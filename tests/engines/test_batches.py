@@ -123,6 +123,51 @@ def test_evaluation_sees_every_row_once_and_answers_in_order(
         assert answers[k] == [(float(k), label) for label in labels[start:stop]]
 
 
+@pytest.mark.parametrize("clients_per_pass", [None, 2])
+@pytest.mark.parametrize(("size", "rows"), [(1, None), (4, None), (64, 2), (2, 5)])
+def test_of_shorter_rows_as_many_more_are_answered_as_have_no_more_tokens(
+    size: int, rows: int | None, clients_per_pass: int | None
+) -> None:
+    data, room = tiny_data((23, 31, 17)), Room(clients_per_pass, rows)
+    assert len(set(data.lengths)) > 4
+    at_once, batches = rows or size, list(evaluation_batches(data, size, room, lambda batch: None))
+    assert sorted(i for batch, _ in batches for i in real_rows(batch)) == list(range(71))
+    more = 0
+    for batch, _ in batches:
+        most = max(int(data.lengths[data.starts[k] : data.starts[k + 1]].max()) for k in batch.clients)
+        longest, width = data.length(batch.rows), len(batch.rows) // len(batch.clients)
+        assert width * longest <= at_once * most
+        last = all(batch.start + width >= data.sizes()[k] for k in batch.clients)
+        assert last or (width + 1) * longest > at_once * most  # no room is left
+        more += width > at_once
+    assert more
+
+
+def test_memory_that_ends_among_short_rows_leaves_room_for_the_long_ones() -> None:
+    """Half of the tokens are half of the longest rows, however many short ones have as many."""
+    data, room = tiny_data((40, 40)), Room()
+    failed: list[EvaluationBatch] = []
+
+    def once(batch: EvaluationBatch) -> None:
+        if batch.start >= 24 and not failed:
+            failed.append(batch)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def again(batch: EvaluationBatch) -> None:
+        once(batch)
+        if failed and batch.start >= 24 and len(batch.clients) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    seen = [i for batch, _ in evaluation_batches(data, 8, room, again) for i in real_rows(batch)]
+    assert sorted(seen) == list(range(80)) and (room.clients, room.rows) == (1, None)
+    failed.clear()
+    room = Room(1)
+    seen = [i for batch, _ in evaluation_batches(data, 8, room, once) for i in real_rows(batch)]
+    (batch,) = failed
+    assert sorted(seen) == list(range(80)) and len(batch.rows) > 8
+    assert room.rows is not None and room.rows <= 4
+
+
 def real_rows(batch: EvaluationBatch) -> list[int]:
     clients, index, real, _ = batch
     width = len(index) // len(clients)

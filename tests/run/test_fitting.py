@@ -159,7 +159,8 @@ def test_who_does_not_take_part_waits_on_the_host_where_all_would_not_fit(trial:
 def test_answers_have_room_of_their_own(trial: Trial) -> None:
     rooms, everybody = trial.workload.task.rooms, learners(trial)
     fit_answers(trial, peak, FIXED + everybody * PLAIN)
-    assert rooms.answering.clients is None
+    tokens = everybody * int(trial.workload.test.lengths.max())
+    assert (rooms.answering.clients, rooms.answering.rows) == (None, fitting.ANSWERED // tokens)
     fit_answers(trial, peak, FIXED + 2 * PLAIN)
     assert (rooms.answering.clients, rooms.answering.rows) == (2, None) and rooms.training.clients is None
 
@@ -170,6 +171,18 @@ def test_answers_have_room_of_their_own(trial: Trial) -> None:
     assert (rooms.answering.clients, rooms.answering.rows) == (1, 16)
     fit_answers(trial, lambda *_: None, 10)
     assert (rooms.answering.clients, rooms.answering.rows) == (1, 1)  # which is left to find out
+
+
+def test_passes_of_answers_are_no_larger_than_keeps_the_device_busy(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, room = trial.workload.task.evaluation_batch, trial.workload.task.rooms.answering
+    tokens = learners(trial) * int(trial.workload.test.lengths.max())
+    plenty = FIXED + learners(trial) * PLAIN
+    for rows, expected in ((batch, None), (batch + 1, batch + 1)):
+        monkeypatch.setattr(fitting, "ANSWERED", rows * tokens)
+        fit_answers(trial, peak, plenty)
+        assert (room.clients, room.rows) == (None, expected)
 
 
 def test_baselines_are_fitted_before_they_are_measured(

@@ -19,6 +19,9 @@ MARGIN = (
     0.9  # of the memory that is there: recordings and their shapes take some, and what is free is in pieces
 )
 SATURATED = 4096  # tokens in a pass, from which on further ones make it no faster by the token
+ANSWERED = (
+    2**17
+)  # tokens in a pass of answers: with fewer, a small model's kernels are done before others are launched
 COPIES = (
     3  # of all learners' states at a round's end: before the average, as served, and as they are measured
 )
@@ -147,13 +150,20 @@ def peak_of_step(trial: Trial, clients: int) -> int | None:
 
 
 def fit_answers(trial: Trial, peak: Peak, memory: float) -> None:
-    """How many clients' rows are answered in a pass, or how many of one's. Nobody is told: rows are many, and passes of
-    fewer clients are as fast."""
+    """How many clients' rows are answered in a pass, and how many of each: more than the task's number where that makes
+    too small a pass, fewer where not one client's fit. Nobody is told: rows are many, and passes of fewer clients are
+    as fast."""
     room = trial.workload.task.rooms.answering
     learners = len(trial.seeds) * len(trial.workload.clients)
     asked = min(learners, room.clients or learners)
-    most = clients_within(trial, peak, memory, asked)
     rows = trial.workload.task.evaluation_batch
+    enough = ANSWERED // (asked * int(trial.workload.test.lengths.max(initial=1)))
+    if enough > rows:
+        room.rows = enough
+        if clients_within(trial, peak, memory, asked) >= asked:
+            return
+        room.rows = None
+    most = clients_within(trial, peak, memory, asked)
     while not most and rows > 1:
         rows //= 2
         room.rows = rows

@@ -42,33 +42,39 @@ class EvaluationBatch(NamedTuple):
 def evaluation_batches(
     encoded: Encoded, size: int, room: Room, run: Callable[[EvaluationBatch], Answers]
 ) -> Iterator[tuple[EvaluationBatch, Answers]]:
-    """`run` of every row of every client once, longest rows first, `size` rows of each client at a time, or as much as
-    there is room for: where memory ends, a batch is done again in parts.
+    """`run` of every row of every client once, longest rows first: `size` of each client's at a time, or as many as
+    there is room for, and as many more of shorter ones as have no more tokens. Where memory ends, a batch is done again
+    in parts.
 
     Clients that have run out of rows drop out of the stack; a client's last batch is filled with its last row.
     """
     orders = [
         start + np.argsort(-encoded.lengths[start:stop], kind="stable") for start, stop in encoded.spans
     ]
+
+    def longest(clients: Sequence[int], start: int) -> int:
+        """How many tokens a batch of these clients has for each row, where it begins with row `start` of each."""
+        return encoded.length(np.array([orders[k][start] for k in clients]))
+
     most = max(map(len, orders), default=0)
-    waiting = [(list(range(len(orders))), i, i + size) for i in range(0, most, size)]
-    waiting.reverse()
+    # Who have as many rows share passes to the last of them.
+    waiting = [(sorted(range(len(orders)), key=lambda k: -len(orders[k])), 0, most)]
     while waiting:
         clients, start, stop = waiting.pop()
-        clients = [k for k in clients if len(orders[k]) > start]
+        clients = [k for k in clients if start < min(stop, len(orders[k]))]
         if not clients:
             continue
-        together, rows = clients[: room.clients], min(stop - start, room.rows or size)
-        # The rest comes after these: the same clients' shorter rows, and the other clients.
-        for rest in ((clients[len(together) :], start, stop), (together, start + rows, stop)):
-            if rest[0] and rest[1] < rest[2]:
-                waiting.append(rest)
+        together = clients[: room.clients]
+        tokens, of_row = longest(together, 0), longest(together, start)
+        rows = min(stop - start, (room.rows or size) * tokens // of_row)
+        # The rest comes after these: the other clients, and before them the same clients' shorter rows.
+        waiting += [(clients[len(together) :], start, stop), (together, start + rows, stop)]
         batch = filled_batch(orders, together, start, start + rows)
         done = attempt(run, batch)
         if done is None:
-            width = len(batch.rows) // len(together)
-            if not (len(together) == width == 1 and room.give_back()):
-                room.halve(len(together), width)
+            at_longest = -(-len(batch.rows) // len(together) * of_row // tokens)
+            if not (len(together) == at_longest == 1 and room.give_back()):
+                room.halve(len(together), at_longest)
             waiting.append((together, start, start + rows))
             continue
         yield batch, done[0]
