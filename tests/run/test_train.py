@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 import pf2lora
+from pf2lora.engines.stepper import PlainStepper
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import trial
@@ -239,7 +240,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
             value = F(x, y, batch)
             return value if calls[0] < 6 else value * float("nan")
 
-        return original(method, loss, *args, **options)
+        return original(method, loss, *args, **options | {"stepper": PlainStepper(loss)})
 
     monkeypatch.setattr(trial, "train", breaks)
     run = tmp_path / "run"
