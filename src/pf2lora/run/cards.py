@@ -137,7 +137,7 @@ def of_common(result: Result, run: SeedRun) -> About:
     tables, rounds = run.candidates.get("common", run.served), run.rounds[-1].round
     holds, measured = "what all clients share", "Alone, on each client's own test rows, after the last round"
     if run.common_round not in (None, rounds):
-        holds += f", round {run.common_round} of {rounds}: chosen by their mean loss on validation rows"
+        holds += f", round {run.common_round} of {rounds}: chosen by their losses on validation rows"
         measured += f" ({rounds}); that of round {run.common_round}, this one, was not measured"
     return About(
         title="Common adapter",

@@ -71,10 +71,11 @@ def is_true(value: Any) -> bool:
 
 
 def is_validation(value: Any) -> bool:
-    """A count of validation rows and the sum of the served model's loss over them, and nothing else."""
-    if not isinstance(value, dict) or set(value) != {"rows", "loss"}:
+    """A count of validation rows and the sum of the served model's loss over them, perhaps that of the common adapter
+    alone, and nothing else."""
+    if not isinstance(value, dict) or set(value) - {"common"} != {"rows", "loss"}:
         return False
-    return is_positive(value["rows"]) and is_number(value["loss"])
+    return is_positive(value["rows"]) and is_number(value["loss"]) and is_number(value.get("common", 0))
 
 
 def is_problem(value: Any) -> bool:
@@ -127,7 +128,7 @@ def read_request(data: object) -> Message:
 
 class AllowList:
     """What a site sends: what the method declares to leave in a round, by names, shapes and precision, counts, sums of
-    declared metrics, and the sum of the validation loss.
+    declared metrics, and sums of the validation loss.
 
     Without a `method` any possible description of an adapter may come in a hello, and no adapter. Without `metrics`
     a few of any name will do: the server does not know which those of another package's task are. In a private run

@@ -36,7 +36,10 @@ PLAN = "plan.json"
 def handed_out(folder: Path) -> list[Path]:
     """The files of a run's folder on the server that `build` needs."""
     newest = server_checkpoint.newest(folder)
-    return [folder / PLAN, folder / FINAL, *([folder / RECORDS, newest] if newest else [])]
+    if newest is None:
+        return [folder / PLAN, folder / FINAL]
+    best = server_checkpoint.best_file(folder, server_checkpoint.round_of(newest))
+    return [folder / PLAN, folder / FINAL, folder / RECORDS, newest, *([best] if best else [])]
 
 
 def build(folder: Path, out: Path, model: str, *, force: bool = False, traits: Sequence[str] = ()) -> Result:

@@ -55,12 +55,12 @@ def collect(
     record = seed_run(plan, trial, session, final, [folder / plan.name for folder in sites])
     for k, folder in enumerate(sites):
         keep_adapters(folder / plan.name, out, workload.names[k])
-    if session.common is not None:
-        start = trial.state.x[:1].cpu()
-        answer = session.common
+    answer, of_round = session.chosen_common(final)
+    if answer is not None:
+        start, number = trial.state.x[:1].cpu(), of_round or session.done
         if session.privacy is not None:
-            answer = private.absolute(trial.method, take(trial.state, [0]), answer, session.done)
-        (whole,) = trial.method.common(start, answer.unsqueeze(0), session.done)
+            answer = private.absolute(trial.method, take(trial.state, [0]), answer, number)
+        (whole,) = trial.method.common(start, answer.unsqueeze(0), number)
         run_folder.save_common(out, trial.model, whole, task.peft_type, config.model.name)
     known = run_folder.description(workload, plan.method, config.training.seed)
     # Clients' adapters that are elsewhere are none that a reader of this folder could use.
@@ -110,6 +110,7 @@ def seed_run(
         evaluation_seconds=None,
         peak_memory_bytes=None,
         warnings=left_out(session, dict(zip(plan.sites, workload.names))),
+        common_round=session.chosen_common(final)[1],
         privacy=session.spent(),
         settings=values_of(trial.method),
     )

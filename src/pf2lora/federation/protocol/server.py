@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,9 +23,10 @@ from pf2lora.federation.protocol.problems import OF_A_ROUND
 from pf2lora.federation.protocol.records import RoundRecord
 from pf2lora.federation.protocol.run_status import FINAL, read_final
 from pf2lora.federation.protocol.server_checkpoint import Knowledge
-from pf2lora.federation.protocol.stopping import QuorumMissed, out_of_patience
+from pf2lora.federation.protocol.stopping import QuorumMissed, middle_loss, out_of_patience
 from pf2lora.federation.protocol.update_checks import bounded, odd_updates, starts
 from pf2lora.run import privacy
+from pf2lora.run.deploy import COMMON, candidate_names
 
 
 class ServerSession(Answers):
@@ -32,6 +34,7 @@ class ServerSession(Answers):
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         super().__init__(plan, folder)
+        self.best: server_checkpoint.Best | None = None
         self.resume()
 
     @property
@@ -73,6 +76,8 @@ class ServerSession(Answers):
         elif len(kept) < self.plan.needed(asked) or (summed is not None and summed.total is None):
             raise QuorumMissed(number, len(kept), asked, self.plan, missing, refused)
         held = self.now_held()
+        scores = {site: m.fields for site, m in messages.items() if site not in refused}
+        self.judge_common(scores)  # before the merge: they are of what the round before served
         if summed is not None and summed.total is not None and kept:
             merge_sum(self, summed.total, len(kept))
         elif sent:
@@ -88,7 +93,7 @@ class ServerSession(Answers):
             "take_back": [site for site in refused if site not in problems],
             "stopped": stopped,
             "bytes": {site: answer.size for site, answer in read.items()},
-            "scores": {site: m.fields for site, m in messages.items() if site not in refused},
+            "scores": scores,
         }
         self.held = held
         self.records.append(record)
@@ -125,6 +130,32 @@ class ServerSession(Answers):
                 sent = sent._replace(numbers=rows.part(sites))
         self.common, self.kept = method.merge(sent, self.kept)
 
+    def judge_common(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Keep what the last round served, if the middle of the sites' losses with it is the least so far."""
+        loss = middle_loss(answers, self.judged_by)
+        if loss is None or self.common is None or self.config.training.keep == "last":
+            return
+        if self.best is None or loss < self.best.loss:
+            self.best = server_checkpoint.Best(self.done, loss)
+            server_checkpoint.write_best(self.folder, self.best, self.common)
+
+    @property
+    def judged_by(self) -> str:
+        """The loss by which sites judge the common adapter: its own, where that is another than the served model's."""
+        return COMMON if COMMON in candidate_names(self.known_method) else "loss"
+
+    def chosen_common(self, final: Mapping[str, Mapping[str, Any]]) -> tuple[torch.Tensor | None, int | None]:
+        """What all sites share, of the round in which it was best; of the last, as the `final` answers judge it, where
+        no earlier one was better. And that round, where anybody judged."""
+        last = middle_loss(final, self.judged_by)
+        file = server_checkpoint.best_file(self.folder, self.done)
+        if file is None or self.best is None or (last is not None and last < self.best.loss):
+            return self.common, None if last is None or self.common is None else self.done
+        _, common = server_checkpoint.read_best(file)
+        if common.shape[-1:] != (self.known_method.arrives(self.best.round).size,):
+            raise server_checkpoint.damaged(file, ValueError("a common adapter of another size"))
+        return common, self.best.round
+
     def finish(self, answers: Mapping[str, object]) -> None:
         """The last scores, and the end."""
         scores = read_final(self.folder)
@@ -160,3 +191,5 @@ class ServerSession(Answers):
             raise server_checkpoint.damaged(path, error) from None
         self.done, self.ranks, self.sites = knowledge.done, knowledge.ranks, knowledge.sites
         self.kept = restored(self.kept, kept, path)
+        if file := server_checkpoint.best_file(self.folder, self.done):
+            self.best, _ = server_checkpoint.read_best(file)

@@ -1,14 +1,16 @@
 """The server's checkpoint: one file a round with the common adapter, the method's own tensors and what is known of the
-sites. What its rounds were is beside it (`records.py`): a checkpoint is as large after a thousand as after one."""
+sites; beside it the common adapter of the round in which it was best. What its rounds were is in `records.py`: a
+checkpoint is as large after a thousand as after one."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from pf2lora.run.decode import decode
 
 KEPT = "kept."  # what the names of the method's own tensors begin with
 COMMON, HELD = "common", "held"
-FILES = "round-*.safetensors"
+FILES, BEST = "round-*.safetensors", "best-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,42 @@ def read(path: Path) -> tuple[Knowledge, Tensor | None, list[Tensor], Tensor | N
     except (BadJSON, KeyError, UserError) as error:
         raise damaged(path, error) from None
     return knowledge, common, kept, held
+
+
+class Best(NamedTuple):
+    """The round in which what all sites share was best, and the middle of their validation losses with it."""
+
+    round: int
+    loss: float
+
+
+def write_best(folder: Path, best: Best, common: Tensor) -> None:
+    """All or nothing; the one before stays, for a server that goes back to a round before this."""
+    with writing(folder):
+        path = folder / f"best-{best.round:06d}.safetensors"
+        atomic.write_pieces(path, pieces({COMMON: common}, {"loss": best.loss.hex()}))
+    for old in sorted(folder.glob(BEST))[:-2]:
+        old.unlink(missing_ok=True)
+
+
+def best_file(folder: Path, done: int) -> Path | None:
+    """That of the last of the first `done` rounds that was better than all before, if one was judged."""
+    return max((path for path in folder.glob(BEST) if 0 < round_of(path) <= done), default=None)
+
+
+def read_best(path: Path) -> tuple[Best, Tensor]:
+    """What `write_best` wrote."""
+    tensors, header = read_tensors(path)
+    try:
+        return Best(round_of(path), float.fromhex(header["loss"])), tensors[COMMON]
+    except (KeyError, ValueError) as error:
+        raise damaged(path, error) from None
+
+
+def round_of(path: Path) -> int:
+    """The round that a file's name has; 0 where it has none."""
+    number = re.fullmatch(r"[a-z]+-([0-9]{6,15})", path.stem)
+    return int(number[1]) if number else 0
 
 
 def damaged(path: Path, error: Exception) -> UserError:

@@ -27,7 +27,7 @@ from pf2lora.federation.protocol.checkpoints import (
 )
 from pf2lora.parsing import parse_json
 from pf2lora.run.cards import write_site_card
-from pf2lora.run.deploy import SERVED, Deployment, Kept, candidates
+from pf2lora.run.deploy import COMMON, SERVED, Deployment, Kept, candidates
 from pf2lora.run.evaluation import Models, finite, measure, models_in_use
 from pf2lora.run.folder import save_client
 from pf2lora.run.result import Choice, ClientInfo
@@ -184,7 +184,14 @@ def round_of(state: State, saved: Checkpoint, number: int) -> Round:
 
 
 def validation_sums(deployment: Deployment) -> dict[str, Sums]:
-    """The validation rows with the sum of the served model's loss over them."""
+    """The validation rows with the sum of the served model's loss over them, and where the common adapter alone is
+    another model, of that one's."""
     losses = deployment.served.losses[0]
     rows, total = int((~losses.isnan()).sum()), float(losses.nansum())
-    return {"validation": {"rows": rows, "loss": total}} if rows and math.isfinite(total) else {}
+    if not rows or not math.isfinite(total):
+        return {}
+    sums: Sums = {"rows": rows, "loss": total}
+    if COMMON in deployment.last:
+        common = float(deployment.last[COMMON].losses[0].nansum())
+        sums |= {"common": common} if is_number(common) else {}
+    return {"validation": sums}

@@ -39,11 +39,12 @@ def out_of_patience(training: TrainingSettings, evaluations: Sequence[float]) ->
     return any(stopper.enough(torch.tensor([loss])) for loss in evaluations)
 
 
-def middle_loss(answers: Answers) -> float | None:
-    """The median of the mean validation losses that sites told, with what the round before served: a mean over sites
-    would let one of them end everybody's run. None where none was told."""
-    told = [answer["validation"] for answer in answers.values() if "validation" in answer]
-    return statistics.median(sums["loss"] / sums["rows"] for sums in told) if told else None
+def middle_loss(answers: Answers, of: str = "loss") -> float | None:
+    """The median of the mean validation losses that sites told, with what the round before served (`of` "common": with
+    the common adapter of it alone): a mean over sites would let one of them end everybody's run. None where none was
+    told."""
+    told = [answer["validation"] for answer in answers.values() if of in answer.get("validation", ())]
+    return statistics.median(sums[of] / sums["rows"] for sums in told) if told else None
 
 
 def early_stop(training: TrainingSettings, done: int) -> str:
