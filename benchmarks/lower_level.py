@@ -94,6 +94,7 @@ RULES: dict[str, tuple[Settings, dict[str, Any]]] = {
 """What is run: settings, and values of `methods/own_size.py`."""
 
 MORE = ("cola 0.9", "sst2 0.3")  # tasks that are run where they are named
+UNTOLD = 1e-3  # the rate of x of lines that do not name theirs
 POINTS: tuple[Literal["served", "before_averaging", "deploy"], ...] = ("served", "before_averaging", "deploy")
 
 
@@ -103,11 +104,8 @@ def vader(data: Path, out: Path) -> list[str]:
     for name, source in DOMAINS.items():
         text = (data / "vader" / f"{source}_GroundTruth.txt").read_text(encoding="utf8", errors="replace")
         rows = [line.split("\t") for line in text.splitlines() if line.count("\t") >= 2]
-        kept = [
-            {"text": r[2], "label": "positive" if float(r[1]) > 0 else "negative"}
-            for r in rows
-            if abs(float(r[1])) >= 0.3
-        ]
+        strong = [(r[2], float(r[1])) for r in rows if abs(float(r[1])) >= 0.3]
+        kept = [{"text": text, "label": "positive" if v > 0 else "negative"} for text, v in strong]
         files.append(write(out / "vader" / f"{name}.jsonl", kept))
     return files
 
@@ -162,7 +160,7 @@ def runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "seeds": options.seeds,
         "precision": options.precision,
         "hypergradient_mode": "none",
-        "lr": 1e-3,  # which the stored rows were made with
+        "lr": options.lr,
         "evaluate_every": options.every,
         "strict": True,
         "method": ["pf2lora"],
@@ -189,7 +187,7 @@ def runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             except Diverged as error:
                 found = {"broke": str(error)}
             seconds = round(time.monotonic() - started, 1)
-            yield {"task": task, "rule": rule, "seconds": seconds} | found
+            yield {"task": task, "rule": rule, "lr": options.lr, "seconds": seconds} | found
 
 
 def finished(result: Result) -> dict[str, Any]:
@@ -252,11 +250,14 @@ class Row(NamedTuple):
 
 
 def compared(lines: Iterable[dict[str, Any]], point: str) -> list[Row]:
-    """The rules at a measuring point, those of most tasks first, and then by regret. Of a rule that was run twice on a
-    task, the last run counts."""
+    """The rules at a measuring point, those of most tasks first, and then by regret; a rule at another rate of x is
+    another. Of a rule that was run twice on a task, the last run counts."""
     scores: dict[str, dict[str, tuple[float, float]]] = {}
+    lines = list(lines)
+    rates = {line.get("lr", UNTOLD) for line in lines}
     for line in lines:
-        scores.setdefault(line["rule"], {})[line["task"]] = mean_and_deviation(line.get(point))
+        rule = line["rule"] if len(rates) == 1 else f"{line['rule']}, lr {line.get('lr', UNTOLD)}"
+        scores.setdefault(rule, {})[line["task"]] = mean_and_deviation(line.get(point))
     best: dict[str, float] = {}
     for of_rule in scores.values():
         for task, (mean, _) in of_rule.items():
@@ -318,6 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("build/lower_level.jsonl"))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--lr", default="auto", type=lambda text: text if text == "auto" else float(text))
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--precision", default="float32")

@@ -151,6 +151,12 @@ def test_rules_are_sorted_by_regret() -> None:
     assert rows[2].regret == float("inf") and rows[3].regret == 0
 
 
+def test_a_rule_at_another_rate_is_another() -> None:
+    again = [line("a", "t", [95.0], [95.0]) | {"lr": "auto"}, line("a", "t", [90.0], [90.0])]
+    rows = lower_level.compared(again, "served")
+    assert [(row.rule, row.regret) for row in rows] == [("a, lr auto", 0), ("a, lr 0.001", 5)]
+
+
 def asdict_row(row: Any) -> dict[str, tuple[float, float]]:
     return {task: (row.scores[task][0], row.behind[task]) for task in row.scores}
 
