@@ -141,6 +141,9 @@ def test_of_shorter_rows_as_many_more_are_answered_as_have_no_more_tokens(
         assert last or (width + 1) * longest > at_once * most  # no room is left
         more += width > at_once
     assert more
+    alike = [batch for batch, _ in evaluation_batches(data, size, room, lambda batch: None, alike=True)]
+    assert max(len(batch.rows) // len(batch.clients) for batch in alike) == min(at_once, 31)
+    assert sorted(i for batch in alike for i in real_rows(batch)) == list(range(71))
 
 
 def test_memory_that_ends_among_short_rows_leaves_room_for_the_long_ones() -> None:

@@ -20,52 +20,26 @@ from small_federation import (
     local_trial,
     make_plan,
     make_small,
-    write_data,
-    write_model,
 )
+from validated_federation import AUTO, HALF, PRUNES, close, common_of, record_of
 
 pytest.importorskip("nvflare", reason="nvflare is not installed (pip install 'pf2lora[federation]')")
 
 from nvflare.apis.signal import Signal
 from site_executor import controller_of
 
-from pf2lora.errors import UserError
 from pf2lora.federation.flare.rehearse import write_site
-from pf2lora.federation.protocol import messages, outcome
+from pf2lora.federation.protocol import messages
 from pf2lora.federation.protocol.checkpoints import BEST
 from pf2lora.federation.protocol.plan import Plan
-from pf2lora.federation.protocol.run_status import read_final, read_lines, read_status
+from pf2lora.federation.protocol.run_status import read_lines, read_status
 from pf2lora.federation.protocol.server import ServerSession
-from pf2lora.federation.protocol.server_checkpoint import Best, best_file, read_best, write_best
 from pf2lora.federation.protocol.site_models import choice_file
 from pf2lora.federation.protocol.site_setup import load_client, site_config, state_folder
 from pf2lora.federation.protocol.stopping import middle_loss, out_of_patience
-from pf2lora.run.result import Choice, SeedRun
-from pf2lora.run.set_up import Trial
+from pf2lora.run.result import Choice
 
 pytestmark = pytest.mark.usefixtures("one_thread", "sized_every_round")
-
-
-AUTO: dict[str, Any] = {
-    "client_lr": "auto",
-    "rounds": 4,
-    "evaluate_every": 1,
-    "hypergradient_mode": "exact",
-    "personal_steps": None,
-}
-PRUNES = {"methods": {"hetlora": {"lr": 0.01, "r_min": 1, "gamma": 0.5, "penalty": 10.0}}}  # also in round 4
-HALF = {"participation": 0.5, "weighting": "size"}
-
-
-def close(expected: Any) -> Any:
-    return pytest.approx(expected, rel=0, abs=1e-5)
-
-
-def record_of(small: Small, trial: Trial) -> SeedRun:
-    """The federated run as a rehearsal's result has it."""
-    final = json.loads((small.root / "server" / "final.json").read_text())
-    states = [state_folder(small.plan, file) for file in small.files.values()]
-    return outcome.seed_run(small.plan, trial, small.coordinator, final, states)
 
 
 def choice_of(small: Small, site: str) -> Choice:
@@ -241,67 +215,6 @@ def test_the_best_model_is_not_of_a_round_that_the_server_lost(tmp_path: Path) -
     assert folder.rounds(BEST) == [2, 3, 4]
     assert folder.newest(BEST, 3) == 2
     assert folder.rounds(BEST) == [2, 3, 4]  # nothing is deleted
-
-
-# --- what all share -----------------------------------------------------------------------------------------
-
-
-def common_of(small: Small) -> tuple[torch.Tensor | None, int | None]:
-    return small.coordinator.chosen_common(read_final(small.root / "server"))
-
-
-@pytest.mark.parametrize("keep", ["best", "last"])
-@pytest.mark.parametrize("method", ["pf2lora", "homlora", "per-fedavg", "hetlora", "rolora"])
-def test_the_common_adapter_is_of_the_round_that_a_local_run_takes(
-    tmp_path: Path, method: str, keep: str
-) -> None:
-    """The middle of two sites' losses is their mean, by which a local run goes."""
-    write_model(tmp_path / "model")
-    write_data(tmp_path, SITES[:2])
-    plan = make_plan(method, SITES[:2], config=AUTO | PRUNES | {"keep": keep, "lr": 0.3})
-    small = make_small(tmp_path, plan)
-    small.run()
-    local, trial = local_outcome(tmp_path, plan)
-    common, number = common_of(small)
-    assert common is not None and number is not None and local.common is not None
-    assert number == local.record.common_round == record_of(small, trial).common_round
-    assert number == 4 if keep == "last" else number < 4 or method == "rolora"
-    (whole,) = trial.method.common(trial.state.x[:1].cpu(), common.unsqueeze(0), number)
-    assert (whole - local.common).abs().max() <= 5e-4  # two rounds differ by a thousand times as much
-
-
-def test_one_sites_loss_does_not_choose_what_all_share(tmp_path: Path) -> None:
-    def small_losses(site: str, data: bytes) -> bytes:
-        fields = messages.decode(data).fields
-        if site == "site-1" and "validation" in fields:
-            found = fields["validation"]
-            lie = 1e-9 if fields["round"] == 2 else 1e9
-            fields["validation"] = found | {"loss": lie, "common": lie}
-            return messages.encode(fields, messages.decode(data).tensors)
-        return data
-
-    plan = make_plan("homlora", config=AUTO)
-    honest = make_small(tmp_path / "honest", plan)
-    lied_to = make_small(tmp_path / "lied-to", plan, tamper=small_losses)
-    for small in (honest, lied_to):
-        small.run()
-    assert common_of(honest)[1] == common_of(lied_to)[1] != 1
-
-
-def test_the_best_common_adapter_is_not_of_a_round_that_the_server_lost(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        write_best(tmp_path, Best(number, 1 / number), torch.ones(2))
-    (tmp_path / "best-copy.safetensors").write_bytes(b"")
-    assert [best_file(tmp_path, done) for done in (1, 2, 9)] == [
-        None,  # two are kept: the one before serves a server that goes back by a round
-        tmp_path / "best-000002.safetensors",
-        tmp_path / "best-000003.safetensors",
-    ]
-    found, common = read_best(tmp_path / "best-000003.safetensors")
-    assert found == (3, 1 / 3) and torch.equal(common, torch.ones(2))
-    (tmp_path / "best-000003.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(UserError, match=r"best-000003\.safetensors"):
-        read_best(tmp_path / "best-000003.safetensors")
 
 
 # --- what leaves --------------------------------------------------------------------------------------------

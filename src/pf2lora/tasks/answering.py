@@ -40,11 +40,11 @@ class EvaluationBatch(NamedTuple):
 
 
 def evaluation_batches(
-    encoded: Encoded, size: int, room: Room, run: Callable[[EvaluationBatch], Answers]
+    encoded: Encoded, size: int, room: Room, run: Callable[[EvaluationBatch], Answers], alike: bool = False
 ) -> Iterator[tuple[EvaluationBatch, Answers]]:
     """`run` of every row of every client once, longest rows first: `size` of each client's at a time, or as many as
-    there is room for, and as many more of shorter ones as have no more tokens. Where memory ends, a batch is done again
-    in parts.
+    there is room for, and as many more of shorter ones as have no more tokens, unless short rows cost `alike`. Where
+    memory ends, a batch is done again in parts.
 
     Clients that have run out of rows drop out of the stack; a client's last batch is filled with its last row.
     """
@@ -54,7 +54,7 @@ def evaluation_batches(
 
     def longest(clients: Sequence[int], start: int) -> int:
         """How many tokens a batch of these clients has for each row, where it begins with row `start` of each."""
-        return encoded.length(np.array([orders[k][start] for k in clients]))
+        return 1 if alike else encoded.length(np.array([orders[k][start] for k in clients]))
 
     most = max(map(len, orders), default=0)
     # Who have as many rows share passes to the last of them.
@@ -96,13 +96,13 @@ def answered_batches(
     encoded: Encoded,
     size: int,
     room: Room,
+    alike: bool = False,
 ) -> Iterator[tuple[EvaluationBatch, Answers]]:
     """`function` of the clients' models and every batch of their rows."""
     device = encoded.device
 
-    held: dict[
-        tuple[int, ...], tuple[Tensor, ...]
-    ] = {}  # who answer batch after batch, and may come from the host
+    # Who answer batch after batch, and may come from the host.
+    held: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
 
     def models_of(clients: tuple[int, ...]) -> tuple[Tensor, ...]:
         if clients not in held:
@@ -116,7 +116,7 @@ def answered_batches(
             x, y = models_of(tuple(batch.clients))
             return function(x, y, encoded.batch(len(batch.clients), batch.rows))
 
-    yield from evaluation_batches(encoded, size, room, run)
+    yield from evaluation_batches(encoded, size, room, run, alike)
 
 
 def predict_rows(
@@ -126,11 +126,12 @@ def predict_rows(
     encoded: Encoded,
     size: int,
     room: Room | None = None,
+    alike: bool = False,
 ) -> list[list[Any]]:
     """`function` of every row, per client in the rows' order; it returns one answer per row of its batch."""
     answers: list[list[Any]] = [[None] * n for n in encoded.sizes()]
     spans = encoded.spans
-    answered = answered_batches(function, common, personal, encoded, size, room or Room())
+    answered = answered_batches(function, common, personal, encoded, size, room or Room(), alike)
     for (clients, index, real, _), found in answered:
         width = len(index) // len(clients)
         for i, (k, count) in enumerate(zip(clients, real)):

@@ -219,7 +219,9 @@ class Generation(Task[TextRow, Continuation]):
             return [text.strip() for text in texts]
 
         prompts = prompts.to(model.model.device)
-        return predict_rows(answer, common, personal, prompts, self.generation_batch, self.rooms.writing)
+        # Alike: a short prompt is followed by as many beams, which write as much.
+        size, room = self.generation_batch, self.rooms.writing
+        return predict_rows(answer, common, personal, prompts, size, room, alike=True)
 
     # --- scores ------------------------------------------------------------------------------------------
 
