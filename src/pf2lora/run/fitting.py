@@ -15,16 +15,14 @@ from pf2lora.engines.room import attempt, free_memory
 from pf2lora.engines.stepper import PlainStepper
 from pf2lora.run.set_up import Trial
 
-MARGIN = (
-    0.9  # of the memory that is there: recordings and their shapes take some, and what is free is in pieces
-)
-SATURATED = 4096  # tokens in a pass, from which on further ones make it no faster by the token
-ANSWERED = (
-    2**17
-)  # tokens in a pass of answers: with fewer, a small model's kernels are done before others are launched
-COPIES = (
-    3  # of all learners' states at a round's end: before the average, as served, and as they are measured
-)
+# Of the memory that is there: recordings and their shapes take some, and what is free is in pieces.
+MARGIN = 0.9
+# Tokens in a pass, from which on further ones make it no faster by the token.
+SATURATED = 4096
+# Tokens in a pass of answers: with fewer, a small model's kernels are done before others are launched.
+ANSWERED = 2**17
+# Of all learners' states at a round's end: before the average, as served, and as they are measured.
+COPIES = 3
 
 Peak = Callable[[Trial, int], int | None]
 """The bytes in use at most in a pass of so many clients; None: more than there are."""
