@@ -12,8 +12,9 @@ from result_example import make_result, typed
 from rich.console import Console
 
 from pf2lora.cli import show
+from pf2lora.cli.options import read_config
 from pf2lora.cli.text import safe
-from pf2lora.errors import missing_extra
+from pf2lora.errors import UserError, missing_extra
 from pf2lora.run.events import Note
 from pf2lora.run.plain_log import Lines
 from pf2lora.run.screen import Screen
@@ -82,3 +83,11 @@ def test_labels_and_texts_do_not_steer_the_terminal(tmp_path: Path, monkeypatch:
         assert not set("\x1b\x9b\x07") & set(out + err), args
         if args[0] == "data":
             assert "[red]" in out
+
+
+@pytest.mark.parametrize("name", ["north.csv", "north.jsonl.gz"])
+def test_a_file_of_rows_is_no_run_file(name: str) -> None:
+    with pytest.raises(
+        UserError, match=f"{name}: a run file ends with .toml; files of rows stand behind --clients"
+    ):
+        read_config({}, Path(name))

@@ -263,7 +263,7 @@ def test_validation_files(world: World, tmp_path: Path, monkeypatch: pytest.Monk
     files = sorted(str(path) for path in (tmp_path / "validation").iterdir())
     args = ["train", *world.base, "--validation", *files, "--client-lr", "auto", "--out", tmp_path / "run"]
     code, out, _ = command_line(monkeypatch, capsys, *args)
-    assert code == 0 and "48 to 80 training rows, 93 validation and 48 test rows" in out
+    assert code == 0 and "48 to 80 training rows each; 93 validation and 48 test rows in all" in out
     result = load_result(tmp_path / "run")
     assert [(c.train, c.validation, c.test) for c in result.clients] == [
         (48, 30, 12),

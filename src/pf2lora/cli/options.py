@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from pf2lora.data.files import READERS, kind_of
 from pf2lora.data.settings import PANELS as DATA_PANELS
 from pf2lora.errors import UserError
 from pf2lora.run import config as configs
@@ -207,6 +208,8 @@ def read_config(settings: dict[str, Any], file: Path | None) -> Config:
     """The config of a file and flags."""
     if file is None:
         return configs.from_settings(settings, "command line")
+    if kind_of(file) in READERS:
+        raise UserError(f"{file}: a run file ends with .toml; files of rows stand behind --clients")
     written = configs.read_toml(file)
     task = written.get("task", {})
     named = {"task": task["name"]} if isinstance(task, dict) and "name" in task else {}

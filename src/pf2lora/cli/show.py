@@ -55,8 +55,9 @@ def show_clients(workload: Workload) -> None:
     model = workload.config.model
     who = "1 client" if len(rows) == 1 else f"{len(rows)} clients"
     count = f"{min(rows)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)}"
+    each = " each" if len(rows) > 1 else ""
     console.print(
-        f"{who} with {count} training rows, {validation}{tests} test rows in all; "
+        f"{who} with {count} training rows{each}; {validation}{tests} test rows in all; "
         f"{safe(model.name)} in {model.precision} on {workload.device}",
         soft_wrap=True,
     )
