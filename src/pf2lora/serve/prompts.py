@@ -10,6 +10,7 @@ from pf2lora.errors import UserError, one_line
 from pf2lora.serve.errors import bad_request
 from pf2lora.serve.text import GrowingText
 from pf2lora.tasks.generation.conversations import ASSISTANT, Conversation, Message
+from pf2lora.tasks.generation.decoding import end_tokens
 from pf2lora.tasks.generation.prompts import PromptRow
 from pf2lora.tasks.generation.settings import TextRow
 from pf2lora.tasks.generation.task import Generation
@@ -26,7 +27,7 @@ class Prompts:
     def __init__(self, task: Generation, model: TwoLevelModel, longest: int | None = None) -> None:
         self.task, self.tokenizer = task, task.tokenizer
         self.longest = positions(model, longest)
-        self.ends = end_tokens(task, model)
+        self.ends = frozenset(end_tokens(task.encoder.stops, model.model))
         self.lock = threading.Lock()  # requests are made into tokens beside the event loop, one at a time
 
     @property
@@ -84,10 +85,3 @@ def positions(model: TwoLevelModel, asked: int | None) -> int:
     if asked and known and asked > known:
         raise UserError(f"--max-length is {asked}, but the model takes {known} tokens")
     return asked or min(known or MOST_POSITIONS, MOST_POSITIONS)
-
-
-def end_tokens(task: Generation, model: TwoLevelModel) -> frozenset[int]:
-    """The tokens that end a text: those that end targets in training, and the model's own."""
-    own = getattr(model.model.generation_config, "eos_token_id", None)
-    several = own if isinstance(own, list) else [own]
-    return frozenset(token for token in (*task.encoder.stops, *several) if token is not None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from pf2lora.core.streams import stream_seed
 from pf2lora.tasks.generation.sampling import Sampler, choose
@@ -113,3 +113,16 @@ def left_padded(ids: Tensor, mask: Tensor, pad: int) -> tuple[Tensor, Tensor]:
     source = torch.arange(width, device=ids.device) - (width - mask.sum(1, keepdim=True))
     moved = ids.gather(1, source.clamp(min=0))
     return torch.where(source >= 0, moved, pad), (source >= 0).long()
+
+
+def end_tokens(stops: Sequence[int], model: PreTrainedModel) -> list[int]:
+    """The tokens that end a text: those that end targets in training (`Encoder.stops`), and the model's own."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    several = own if isinstance(own, list) else [own]
+    return list(dict.fromkeys(token for token in (*stops, *several) if token is not None))
+
+
+def cut_at_end(tokens: Sequence[int], stops: Collection[int]) -> list[int]:
+    """What was written before the first of the tokens that end a text; not all of them are special to a tokenizer,
+    which would decode the others."""
+    return list(tokens[: next((i for i, token in enumerate(tokens) if token in stops), len(tokens))])
