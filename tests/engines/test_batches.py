@@ -171,6 +171,24 @@ def test_memory_that_ends_among_short_rows_leaves_room_for_the_long_ones() -> No
     assert room.rows is not None and room.rows <= 4
 
 
+@pytest.mark.parametrize("rows", [None, 1])
+def test_short_rows_are_halved_to_the_last(rows: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    """What they take is not tokens alone: where even one long row's tokens of them are too many, so many rows are."""
+    data, room = tiny_data((40,)), Room(rows=rows)
+
+    def run(batch: EvaluationBatch) -> None:
+        if len(batch.rows) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for again in (False, True):
+        batches = [batch for batch, _ in evaluation_batches(data, 3, room, run)]
+        assert sorted(i for batch in batches for i in real_rows(batch)) == list(range(40))
+        assert max(len(batch.rows) for batch in batches) <= 2
+        assert (room.rows, room.short) == (1, 1)
+        assert ("3 rows of a client in a pass: from here on 1 at a time" in caplog.text) is not again
+        caplog.clear()  # what was found out is kept
+
+
 def real_rows(batch: EvaluationBatch) -> list[int]:
     clients, index, real, _ = batch
     width = len(index) // len(clients)

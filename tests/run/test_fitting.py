@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from little_world import make_world
+from tiny import tiny_data
 
 from pf2lora.core.method import tensors_of
 from pf2lora.engines.local import home_of
 from pf2lora.run import baselines, fitting
 from pf2lora.run.config import from_settings
-from pf2lora.run.fitting import chosen, clients_asked, clients_within, fit_answers, fitted, longest
+from pf2lora.run.fitting import chosen, clients_asked, clients_within, densest, fit_answers, fitted, longest
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import Workload, load_workload
 
@@ -183,6 +185,21 @@ def test_passes_of_answers_are_no_larger_than_keeps_the_device_busy(
         monkeypatch.setattr(fitting, "ANSWERED", rows * tokens)
         fit_answers(trial, peak, plenty)
         assert (room.clients, room.rows) == (None, expected)
+
+
+def test_answers_are_measured_with_the_most_predicted_tokens() -> None:
+    """A pass of short rows has as many tokens as one of the longest, and they may be all to be predicted."""
+    data = replace(tiny_data((6, 5)), targets=None)
+    assert densest(data) is data
+    lengths = data.lengths
+    assert lengths.max() > 2 * lengths.min()
+    targets = np.where(lengths == lengths.min(), lengths, 1)
+    data = replace(data, targets=targets)
+    tokens, rows = 4 * int(lengths.max()), 4 * int(lengths.max()) // int(lengths.min())
+    shortest = np.repeat(np.argmin(lengths), rows)
+    predicted = data.most_targets(shortest, int(lengths.min()))
+    assert predicted is not None and tokens - lengths.min() < predicted <= tokens
+    assert longest(data, 1, 4).targets != tokens and longest(densest(data), 1, 4).targets == tokens
 
 
 def test_baselines_are_fitted_before_they_are_measured(

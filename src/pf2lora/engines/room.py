@@ -34,6 +34,7 @@ class NoRoom(UserError):
 class Room:
     """How many `clients` share a pass of one kind, and how many `rows` of each are computed at once; None: all there
     are. What a pass does depends on nobody else's presence, so that less of it changes no number but by rounding.
+    Where shorter rows share a pass in larger numbers, `rows` counts the longest ones; there are at most `short` of any.
 
     `holders` have memory that a pass may need more than they do: the recorded steps of the run.
     """
@@ -42,6 +43,7 @@ class Room:
     rows: int | None = None
     kind: str = "a pass"
     holders: WeakSet[Holder] = field(default_factory=WeakSet, repr=False)
+    short: int | None = None
 
     def passes(
         self, clients: Sequence[int], run: Callable[[list[int]], T], undo: Callable[[], None] = lambda: None
@@ -60,14 +62,19 @@ class Room:
             del done  # with what the pass left on the device
             waiting = waiting[len(together) :]
 
-    def halve(self, clients: int, rows: int) -> None:
-        """There was no memory for so many clients with so many rows of each."""
+    def halve(self, clients: int, rows: int, longest: int | None = None) -> None:
+        """There was no memory for so many clients with so many rows of each, which have the tokens of so many of the
+        `longest` ones."""
         if not self.give_back():
             free_memory()  # of what was tried
         if clients > 1:
             self.clients, tried, now = clients // 2, f"{clients} clients", clients // 2
         elif rows > 1:
-            self.rows, tried, now = rows // 2, f"{rows} rows of a client", rows // 2
+            tried, now = f"{rows} rows of a client", rows // 2
+            if longest is None or longest > 1:
+                self.rows = (longest or rows) // 2
+            else:
+                self.short = now
         else:
             raise NoRoom(
                 f"the device's memory is too small for {self.kind} of one client: try --checkpointing on, "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -186,7 +187,7 @@ def peak_of_answers(trial: Trial, clients: int) -> int | None:
         first = [0] * len(together)  # a pooled learner's is everybody's
         x, y = (t[first].to(workload.device) for t in (trial.state.x, trial.state.y))
         rows = task.rooms.answering.rows or task.evaluation_batch
-        task.example_losses(trial.model, x, y, longest(workload.test, len(together), rows))
+        task.example_losses(trial.model, x, y, longest(densest(workload.test), len(together), rows))
 
     return peak_of(answer, clients, workload.device)
 
@@ -210,6 +211,15 @@ def longest(data: Encoded, clients: int, rows: int, *, keyed: bool = False) -> B
     key = torch.zeros(clients, dtype=torch.int64, device=data.device) if keyed else None
     bounds = data.most_targets(index, length), data.most_in_row(index, length)
     return Batch(clients, data.rows(index, length), key, False, *bounds)
+
+
+def densest(data: Encoded) -> Encoded:
+    """As if of every row as large a part were predicted as of any: a pass of short rows has as many tokens as one of
+    long rows, and may predict more of them."""
+    if data.targets is None:
+        return data
+    lengths = np.maximum(data.lengths, 1)
+    return replace(data, targets=np.ceil((data.targets / lengths).max(initial=0) * lengths).astype(int))
 
 
 def memory_of(device: torch.device) -> float:

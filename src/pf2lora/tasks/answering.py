@@ -66,15 +66,15 @@ def evaluation_batches(
             continue
         together = clients[: room.clients]
         tokens, of_row = longest(together, 0), longest(together, start)
-        rows = min(stop - start, (room.rows or size) * tokens // of_row)
+        rows = min(stop - start, (room.rows or size) * tokens // of_row, room.short or stop)
         # The rest comes after these: the other clients, and before them the same clients' shorter rows.
         waiting += [(clients[len(together) :], start, stop), (together, start + rows, stop)]
         batch = filled_batch(orders, together, start, start + rows)
         done = attempt(run, batch)
         if done is None:
-            at_longest = -(-len(batch.rows) // len(together) * of_row // tokens)
-            if not (len(together) == at_longest == 1 and room.give_back()):
-                room.halve(len(together), at_longest)
+            tried = len(batch.rows) // len(together)
+            if not (len(together) == tried == 1 and room.give_back()):
+                room.halve(len(together), tried, -(-tried * of_row // tokens))
             waiting.append((together, start, start + rows))
             continue
         yield batch, done[0]
