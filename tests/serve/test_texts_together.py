@@ -22,7 +22,7 @@ from pf2lora.serve.batch import Row, RunningBatch
 from pf2lora.serve.models import served_models
 from pf2lora.serve.prompts import Prompts
 from pf2lora.serve.text import GrowingText
-from pf2lora.serve.writing import TextJob, Writer
+from pf2lora.serve.writing import Piece, TextJob, Writer
 from pf2lora.tasks.generation.sampling import Sampler, choose
 from pf2lora.tasks.generation.task import Generation
 
@@ -246,6 +246,13 @@ def test_a_seed_draws_the_same_whoever_is_beside() -> None:
     assert Sampler().draw() != Sampler().draw()
 
 
+@pytest.mark.parametrize("temperature", [0.0, -0.0, 1e-6, 1e-300, 5e-324])
+@pytest.mark.parametrize("top_p", [1.0, 0.5, 5e-324])
+def test_a_temperature_near_0_is_the_likeliest(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([[1.0, 9.0, 9.0 - 1e-6, -torch.inf]] * 20)
+    assert choose(logits, [Sampler(temperature, top_p, seed) for seed in range(20)]) == [1] * 20
+
+
 def test_outputs_that_are_no_numbers_are_an_error() -> None:
     with pytest.raises(FloatingPointError):
         choose(torch.tensor([[0.0, torch.nan]]), [Sampler()])
@@ -293,3 +300,15 @@ def test_half_a_character_is_held_back_and_the_first_blank_left_out() -> None:
     assert [piece for piece in found if piece] == ["😀", "!"]
     growing = GrowingText(decode, [])
     assert growing.add(TOKENIZER("😀")["input_ids"][0]) == "" and growing.end() == "�"
+
+
+@pytest.mark.parametrize("end", ["\n", "<|endoftext|>"])  # special to the tokenizer or not
+def test_what_ends_a_text_is_counted_and_no_part_of_it(end: str) -> None:
+    told: list[Piece] = []
+    job = TextJob("north", [1], tell=told.append, text=GrowingText(decode), most=30)
+    ends = frozenset(TOKENIZER(end)["input_ids"])
+    for job.last in TOKENIZER(f"soup{end}fish")["input_ids"]:
+        if job.advance(ends):
+            break
+    assert "".join(piece.text for piece in told) == "soup"
+    assert (told[-1].finish, job.written) == ("stop", 5)

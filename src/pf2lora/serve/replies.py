@@ -37,7 +37,7 @@ class Reply:
 
     def usage(self) -> dict[str, int]:
         asked = sum(len(job.prompt) for job in self.jobs)
-        written = sum(len(job.text.tokens) for job in self.jobs)
+        written = sum(job.written for job in self.jobs)
         return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
 
     async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:

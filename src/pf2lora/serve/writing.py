@@ -14,10 +14,6 @@ from pf2lora.serve.prompts import Prompts
 from pf2lora.serve.text import GrowingText
 from pf2lora.serve.worker import Worker
 
-MOST_POSITIONS = (
-    4096  # of prompt and answer, where the model could do more: what each row remembers takes memory
-)
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -25,7 +21,6 @@ class Piece:
 
     index: int
     text: str
-    tokens: int  # so far
     finish: Literal["stop", "length"] | None = None
 
 
@@ -39,11 +34,17 @@ class TextJob(Row):
     index: int = 0
     owner: str = ""
     cancelled: bool = False
+    ended: bool = False  # by a token of its own, which is counted and no part of the text
+
+    @property
+    def written(self) -> int:
+        """How many tokens the model has written."""
+        return len(self.text.tokens) + self.ended
 
     def advance(self, ends: frozenset[int]) -> bool:
         """Take the token that was chosen last, and tell what it adds; whether the text has ended."""
         if self.last in ends:
-            self.text.tokens.append(self.last)  # counted, and not part of the text
+            self.ended = True
             self.finish("stop", "")
             return True
         more = self.text.add(self.last)
@@ -51,13 +52,13 @@ class TextJob(Row):
             self.finish("stop" if self.text.stopped else "length", more)
             return True
         if more:
-            self.tell(Piece(self.index, more, len(self.text.tokens)))
+            self.tell(Piece(self.index, more))
         return False
 
     def finish(self, reason: Literal["stop", "length"], more: str) -> None:
         rest = self.text.end()
         reason = "stop" if self.text.stopped else reason  # a stop string may lie in what was held back
-        self.tell(Piece(self.index, more + rest, len(self.text.tokens), reason))
+        self.tell(Piece(self.index, more + rest, reason))
 
 
 class Writer(Worker[TextJob]):

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+COLDEST = 1e-5  # below, the shares of all but the likeliest are none, and logits over the temperature may be infinite
+
 
 class Sampler:
     """How one row's tokens are chosen. Its random numbers are its own: what it draws for a seed does not depend on who
-    shares the pass. A temperature of 0 always takes the likeliest."""
+    shares the pass. A temperature of 0, or so near that it makes no difference, always takes the likeliest."""
 
     def __init__(self, temperature: float = 1.0, top_p: float = 1.0, seed: int | None = None) -> None:
-        self.temperature, self.top_p = temperature, top_p
+        self.temperature, self.top_p = temperature if temperature >= COLDEST else 0.0, top_p
         first = secrets.randbits(63) if seed is None else seed % 2**63
         self.random = torch.Generator().manual_seed(first)
 
