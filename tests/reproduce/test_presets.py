@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from pf2lora.cli.reproduce import app, listed
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.reproduce import presets
@@ -162,6 +164,17 @@ def test_the_papers_grids() -> None:
     glue = grids["glue-roberta-base"]
     assert glue is not None and glue.values == (1e-4, 5e-4, 1e-3, 2e-3, 5e-3)
     assert glue.rates_of("pf2lora") == ("lr", "client_lr") and glue.rates_of("homlora") == ("lr",)
+
+
+@pytest.mark.parametrize("columns", ["80", "50"])
+def test_the_list_is_plain_and_wrapped_between_words(columns: str) -> None:
+    done = CliRunner().invoke(app, ["--list"], env={"COLUMNS": columns, "FORCE_COLOR": "1"})
+    assert "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= int(columns)
+    told = " ".join(done.stdout.split())
+    assert all(re.search(rf"^{re.escape(name)}  ", done.stdout, re.MULTILINE) for name, *_ in listed())
+    for _, what, place, needs in listed():
+        assert what in told and place in told and f"needs {needs}" in told
 
 
 # --- what is wrong is said -----------------------------------------------------------------------------------

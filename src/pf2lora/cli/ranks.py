@@ -21,7 +21,7 @@ def ranks(
     ] = "",
     out: Annotated[Path, typer.Option("--out", help="Folder of the result.", **WRITTEN)] = Path("runs/ranks"),
 ) -> None:
-    """What decides the rank: learned ranks against how different and how hard a client's data is."""
+    """Beside the paper: learned ranks against how different and how hard a client's data is."""
     from pf2lora.reproduce.ranks import draw, draw_layers, markdown, points, to_json, two_level
     from pf2lora.run.result import FILE, load_result
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import shutil
+from textwrap import TextWrapper
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from typer.core import TyperGroup
 
 from pf2lora.cli.options import ListCommand
@@ -42,12 +42,17 @@ app = typer.Typer(help="The paper's tables and figures.", no_args_is_help=True, 
 
 
 def print_list() -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "what", "in the paper", "needs"):
-        table.add_column(column, overflow="fold")
-    for row in listed():
-        table.add_row(*row)
-    Console().print(table, highlight=False, markup=False)
+    """Each name with what it is, and below it what it needs: as wide as the terminal, wrapped between words, in plain
+    letters, so that a pipe gets the same."""
+    rows = listed()
+    column = max(len(name) for name, *_ in rows) + 2
+    width = max(shutil.get_terminal_size().columns, 2 * column)
+    wrapped = TextWrapper(
+        width, subsequent_indent=" " * column, break_long_words=False, break_on_hyphens=False
+    )
+    for name, what, place, needs in rows:
+        typer.echo(wrapped.fill(f"{name:{column}}{what}{place and f' ({place})'}"))
+        typer.echo(wrapped.fill(f"{'':{column}}needs {needs}"))
 
 
 def listed() -> list[tuple[str, str, str, str]]:
@@ -61,7 +66,8 @@ def listed() -> list[tuple[str, str, str, str]]:
             found.append((name, preset.title, place, "; ".join(preset.needs)))
         elif name != FILE:
             place, _, what = about.splitlines()[0].rstrip(".").partition(": ")
-            found.append((name, what or place, place if what else "", OTHERWISE.get(name, SMALL)))
+            what, place = (what[:1].upper() + what[1:], place) if what else (place, "")
+            found.append((name, what, place, OTHERWISE.get(name, SMALL)))
     return found
 
 
