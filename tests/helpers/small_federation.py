@@ -29,7 +29,7 @@ from pf2lora.federation.protocol.wire import Wire
 from pf2lora.methods import SETS
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_dict, from_settings, in_tables, merged
-from pf2lora.run.evaluation import evaluation_rounds
+from pf2lora.run.rounds import evaluation_rounds
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.trial import Outcome, run
 from pf2lora.run.validation import SampledJudges

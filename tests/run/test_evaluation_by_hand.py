@@ -19,15 +19,14 @@ from pf2lora.methods.per_fedavg import PerFedAvg
 from pf2lora.run.config import TrainingSettings
 from pf2lora.run.evaluation import (
     Models,
-    evaluation_rounds,
     finite_numbers,
     measure,
-    measured_rounds,
     models_in_use,
     not_finite,
     over_clients,
     summary,
 )
+from pf2lora.run.rounds import evaluation_rounds, measured_rounds, never_stops
 from pf2lora.tasks.base import Example, Task
 from pf2lora.tasks.classification.task import METRICS
 
@@ -57,6 +56,23 @@ def test_costly_evaluations_are_fewer() -> None:
     assert measured_rounds(20, None, times=3) == {7, 14, 20}
     assert measured_rounds(20, None, times=1) == {20}
     assert measured_rounds(20, 5, times=1) == {5, 10, 15, 20}  # as somebody said
+
+
+def test_patience_that_cannot_end_a_run_is_said() -> None:
+    """The first evaluation begins it, and at the last the run is over anyway."""
+
+    def said(patience: int | None, times: int = 10, rounds: int = 20, heard_after: int = 0) -> list[str]:
+        settings = TrainingSettings(rounds=rounds, patience=patience)
+        return never_stops(settings, measured_rounds(rounds, None, times), heard_after=heard_after)
+
+    assert said(None) == said(8) == said(1, times=3) == []
+    line = "--patience 9 cannot stop this run early, which is evaluated 10 times (--evaluate-every)"
+    assert said(9) == [line] and said(40) == [line.replace("9", "40", 1)]
+    assert said(2, times=3) and said(1, times=2)
+    assert said(1, times=1) == [line.replace("9", "1", 1).replace("10 times", "once")]
+    # A federation's server hears of a round with the next one's answers.
+    assert said(3, rounds=5) == [] and said(3, rounds=5, heard_after=1)
+    assert said(2, rounds=5, heard_after=1) == [] and said(8, heard_after=1) == []
 
 
 # ---- with which model ----

@@ -21,7 +21,7 @@ from pf2lora import cli
 from pf2lora.engines.processes import Processes
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
-from pf2lora.run import launch
+from pf2lora.run import cadence, launch
 from pf2lora.run.interruption import Interrupted
 from pf2lora.run.result import Result, SeedRun, load_result
 from pf2lora.run.watched import Watched
@@ -145,6 +145,18 @@ def test_other_tasks_are_shared_too(
         assert [(e.client, e.prompt) for e in result.examples] == [
             (e.client, e.prompt) for e in alone.examples
         ]
+
+
+def test_all_processes_evaluate_after_the_same_rounds(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the whole run's rows: by its own, the process with the largest client would evaluate once."""
+    monkeypatch.setattr(cadence, "FEW_ROWS", 10)
+    settings = world.settings(rounds=6, steps=2, method=["homlora"], log="none")
+    found = in_processes(2, lambda processes: pf2lora.federate(**settings))
+    for result in [*found, pf2lora.federate(**settings)]:
+        (run,) = result.methods["homlora"].runs
+        assert [r.round for r in run.rounds if r.served is not None] == [3, 6]
 
 
 def test_a_method_that_diverges_leaves_the_others(world: World, tmp_path: Path) -> None:

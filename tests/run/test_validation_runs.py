@@ -114,6 +114,12 @@ def test_patience_stops_after_so_many_evaluations_without_a_better_loss(
     assert run.seconds == pytest.approx(sum(r.seconds for r in run.rounds))
 
 
+def test_patience_that_lasts_to_the_end_is_said_before_training(world: World) -> None:
+    settings = VALIDATED | {"rounds": 2, "evaluate_every": 1, "method": ["homlora"]}
+    lines, _ = noted(world, **settings, patience=1)
+    assert lines == ["--patience 1 cannot stop this run early, which is evaluated 2 times (--evaluate-every)"]
+
+
 def test_every_seed_stops_by_itself(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     means = iter([0.5, 0.6, 0.5, 0.4, 0.6])  # the first seed's two rounds, then the second's three
     script_losses(monkeypatch, means)

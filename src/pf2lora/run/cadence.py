@@ -11,15 +11,13 @@ from pf2lora.core.randomness import participants
 from pf2lora.methods import METHODS
 from pf2lora.run.config import Config
 from pf2lora.run.deploy import candidate_names, rounds_alone
-from pf2lora.run.evaluation import evaluation_rounds
+from pf2lora.run.rounds import EVALUATIONS, evaluation_rounds
 from pf2lora.run.set_up import method_settings
-from pf2lora.run.sharing import EVALUATIONS
 from pf2lora.run.workload import SAMPLE, Workload
 
 FEW_ROWS = 200  # answered in one evaluation: nobody waits long for so few
-SHARES = {
-    "cpu": 1 / 5
-}  # of all the time, evaluation's; a CPU's runs are short, and their curves want some points
+# Of all the time, evaluation's, by device; a CPU's runs are short, and their curves want some points.
+SHARES = {"cpu": 1 / 5}
 SHARE = 1 / 10  # elsewhere
 
 

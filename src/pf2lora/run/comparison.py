@@ -23,7 +23,7 @@ from pf2lora.run.baselines import baselines
 from pf2lora.run.checkpoints import Checkpoints, Finished
 from pf2lora.run.config import Config, to_dict
 from pf2lora.run.events import Event, Listener, MethodEnded, MethodStarted, RoundEnded, RunEnded, RunStarted
-from pf2lora.run.first_notes import chosen_rate, without_validation
+from pf2lora.run.first_notes import chosen_rate, endless_patience, without_validation
 from pf2lora.run.fitting import fitted
 from pf2lora.run.launch import limited
 from pf2lora.run.made_with import machine, versions
@@ -116,7 +116,7 @@ def told_compare(
     told: set[str] = set()
     examples: dict[tuple[int, int], ExampleRecord] = {}
     tell_notes(workload, watcher, told)
-    for note in chosen_rate(workload):
+    for note in (*chosen_rate(workload), *endless_patience(workload)):
         watcher.on_note(note)
     with telling_rows(before_training(workload, watcher.event)):
         references = baselines(workload)

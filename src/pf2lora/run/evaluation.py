@@ -12,18 +12,15 @@ from torch import Tensor
 
 from pf2lora.core.method import State, moved, take
 from pf2lora.core.resampling import resampled_rows
-from pf2lora.run.config import TrainingSettings
 from pf2lora.run.differences import Resampled
 from pf2lora.run.result import Numbers, OverClients
 from pf2lora.run.set_up import Trial
-from pf2lora.run.sharing import EVALUATIONS
 from pf2lora.run.validation import judge
 from pf2lora.tasks.base import Example
 from pf2lora.tasks.settings import Metric
 
-MOST_CONFUSIONS = (
-    100_000  # numbers of all clients' tables of labels; where there would be more, there is none
-)
+# Numbers of all clients' tables of labels; where there would be more, there is none.
+MOST_CONFUSIONS = 100_000
 
 
 class Models(NamedTuple):
@@ -55,17 +52,6 @@ class Measured(NamedTuple):
             return None
         means = np.mean(known, axis=0)
         return Resampled([round(float(v.std(ddof=1)), 6) for v in known], [round(float(m), 6) for m in means])
-
-
-def evaluation_rounds(training: TrainingSettings, times: int = EVALUATIONS) -> set[int]:
-    """The rounds after which clients are measured; `times` is that of run/cadence.py."""
-    return measured_rounds(training.rounds, training.evaluate_every, times)
-
-
-def measured_rounds(rounds: int, every: int | None, times: int = EVALUATIONS) -> set[int]:
-    """The last always, and each so many; where nobody says, so many `times` at most."""
-    every = every or -(-rounds // times)
-    return {*range(every, rounds + 1, every), rounds}
 
 
 def models_in_use(trial: Trial, state: State, number: int, *, received: bool = True) -> Models:

@@ -14,9 +14,8 @@ from pf2lora.core.rates import RateSchedule
 from pf2lora.engines.batches import Encoded
 from pf2lora.errors import UserError
 from pf2lora.run.config import Config, difference, to_dict
-from pf2lora.run.evaluation import measured_rounds
 from pf2lora.run.made_with import versions
-from pf2lora.run.sharing import EVALUATIONS
+from pf2lora.run.rounds import EVALUATIONS, measured_rounds
 from pf2lora.run.workload import Workload
 
 JUDGED_OTHERWISE = {  # settings that are not compared as they are written

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pf2lora.core.rates import AUTO
 from pf2lora.methods.own_size import FIXED
+from pf2lora.run.cadence import rounds_to_evaluate
+from pf2lora.run.rounds import never_stops
 from pf2lora.run.set_up import first_rate, method_settings
 from pf2lora.run.workload import Workload
 
@@ -13,6 +15,11 @@ def chosen_rate(workload: Workload) -> list[str]:
     asked = workload.config.training.method
     left_open = [name for name in asked if method_settings(workload.config, name)["lr"] == AUTO]
     return [f"--lr auto is {first_rate(workload, left_open[0]):g} on this model"] if left_open else []
+
+
+def endless_patience(workload: Workload) -> list[str]:
+    """One line where early stopping is asked for and cannot happen."""
+    return never_stops(workload.config.training, rounds_to_evaluate(workload))
 
 
 def without_validation(workload: Workload) -> list[str]:

@@ -19,9 +19,10 @@ from pf2lora.methods import METHODS
 from pf2lora.methods.local import Local
 from pf2lora.methods.newcomer import Newcomer
 from pf2lora.run.deploy import COMMON, PERSONAL, PERSONAL_ROUNDS, SERVED, Deployment, alone, candidates
-from pf2lora.run.evaluation import Measured, Models, evaluation_rounds, finite, measure, models_in_use
+from pf2lora.run.evaluation import Measured, Models, finite, measure, models_in_use
 from pf2lora.run.progress import track
 from pf2lora.run.result import Choice
+from pf2lora.run.rounds import evaluation_rounds
 from pf2lora.run.saved import LoadedRun
 from pf2lora.run.set_up import Trial, batch_source, method_in, method_settings, schedule_of
 from pf2lora.run.validation import SampledJudges

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from pf2lora.core.method import GRADIENT
 from pf2lora.engines.share import Share, shared_out
+from pf2lora.run.rounds import evaluation_rounds
 from pf2lora.run.workload import Workload
-
-EVALUATIONS = 10  # of a run, where nobody says
 
 
 def share_of(workload: Workload) -> Share:
@@ -23,8 +22,7 @@ def loads(workload: Workload) -> list[float]:
     """About how many tokens each client passes through the model over the run: in training by how long its rows are
     (every client does as many steps), in evaluation by how many there are."""
     training = workload.config.training
-    every = training.evaluate_every
-    evaluations = min(EVALUATIONS, training.rounds) if every is None else -(-training.rounds // every)
+    evaluations = len(evaluation_rounds(training))
     rows = GRADIENT * training.rounds * training.steps * training.batch_size
     found = []
     for k in range(len(workload.clients)):

@@ -72,7 +72,7 @@ def run(
     happen, with their seeds, `on_step` how many learners did another step. A `keeper` keeps what the trial needs to go
     on, and knows whether it was begun before; `on_begun` is told how many rounds of it are over then."""
     workload = trial.workload
-    measured_rounds = rounds_to_evaluate(workload)
+    measured_rounds = rounds_to_evaluate(trial.whole)
     watched = Watched.of(trial)
     begun = keeper.begun(trial, watched) if keeper else None
     state, after = begun or (trial.state, None)

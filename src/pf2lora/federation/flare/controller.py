@@ -47,7 +47,7 @@ from pf2lora.federation.protocol.run_status import (
 from pf2lora.federation.protocol.server import ServerSession
 from pf2lora.federation.protocol.signed_plan import PlanRefused, SignedPlan
 from pf2lora.federation.protocol.stopping import QuorumMissed, early_stop
-from pf2lora.run.evaluation import evaluation_rounds
+from pf2lora.run.rounds import evaluation_rounds, never_stops
 
 LOOK = 0.5  # seconds between looks for sites that are missing
 
@@ -181,6 +181,9 @@ class FederationController(Presence):
         """The rounds that are left, and the end; or, where a lost site waits for a new job, the end of this one."""
         session, config = self.session, self.plan.run
         measured = evaluation_rounds(config.training)
+        if session.done == 0:
+            for line in never_stops(config.training, measured, heard_after=1):
+                append_line(self.folder, line)
         while not session.over:
             self.check_lead()
             self.take_back()
