@@ -124,13 +124,34 @@ def test_rows_are_drawn_by_name(tmp_path: Path) -> None:
 
 
 def test_files_of_their_own(tmp_path: Path) -> None:
-    """All other rows are to learn from or to test on; a large file gives its first rows."""
+    """All other rows are to learn from or to test on."""
     files = [write(tmp_path / "train", name, 40) for name in ("north", "south")]
-    own = [write(tmp_path / "own", "north", 700, 1000), write(tmp_path / "own", "south", 6, 1000)]
+    own = [write(tmp_path / "own", "north", 7, 1000), write(tmp_path / "own", "south", 6, 1000)]
     north, south = load_clients(files, validation=own, validation_ratio=0.1)
     assert [len(north.train), len(north.test)] == [32, 8]
-    assert parts(north)[1] == {f"north {i}" for i in range(1000, 1500)} and len(north.validation) == 500
+    assert parts(north)[1] == {f"north {i}" for i in range(1000, 1007)}
     assert parts(south)[1] == {f"south {i}" for i in range(1000, 1006)}
+
+
+def test_of_a_large_file_some_rows_are_drawn(tmp_path: Path) -> None:
+    """By the seed, with the shares of its labels, by which it may be sorted; all of it is checked."""
+    file, own = write(tmp_path / "train", "north", 40), tmp_path / "own" / "north.jsonl"
+    own.parent.mkdir()
+    lines = [json.dumps({"text": f"north {i}", "label": "a" if i < 1200 else "b"}) for i in range(1500)]
+    own.write_text("\n".join(lines))
+
+    def drawn(seed: int) -> list[Any]:
+        (client,) = load_clients([file], validation=[own], seed=seed)
+        return client.validation
+
+    rows = drawn(0)
+    assert Counter(row.label for row in rows) == {"a": 400, "b": 100}
+    numbers = [int(row.text.split()[1]) for row in rows]
+    assert numbers == sorted(numbers) and max(numbers) > 1400
+    assert drawn(0) == rows != drawn(1)
+    own.write_text("\n".join([*lines, json.dumps({"text": "last", "label": "c"})]))
+    with pytest.raises(UserError, match="label 'c'"):
+        drawn(0)
 
 
 def test_bad_validation_files(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def load_clients(
         replace(c, test=limited(task, c.test, data.test_limit, seed, "test limit", c.name)) for c in clients
     ]
     if data.validation:
-        clients = with_validation_files(task, clients, labels, notes, read)
+        clients = with_validation_files(task, clients, seed, labels, notes, read)
     else:
         clients = [with_validation(task, client, data.validation_ratio, seed) for client in clients]
     notes += seen_before(clients)
@@ -221,19 +221,23 @@ def with_validation(task: TaskSettings[Row], client: Client[Row], ratio: float, 
 def with_validation_files(
     task: TaskSettings[Row],
     clients: list[Client[Row]],
+    seed: int,
     labels: Sequence[str] | None,
     notes: list[str],
     read: ReadPart,
 ) -> list[Client[Row]]:
-    """The clients with the validation rows that have files of their own; a large file gives its first rows."""
+    """The clients with the validation rows that have files of their own; of a large file, which may be sorted by label,
+    some are drawn."""
     records = read("validation")
     check_same_clients([client.name for client in clients], records, "validation")
     first = next(iter(read("clients").values()))
-    held_out = {name: own[:MOST_VALIDATION_ROWS] for name, own in records.items()}
-    rows = {name: task.rows(own, first, notes) for name, own in held_out.items()}
+    rows = {name: task.rows(own, first, notes) for name, own in records.items()}
     known = task.labels(clients) if labels is None else labels
-    task.check([Client(c.name, c.train, rows[c.name]) for c in clients], known, held_out)
-    return [replace(client, validation=rows[client.name]) for client in clients]
+    task.check([Client(c.name, c.train, rows[c.name]) for c in clients], known, records)
+    few = {
+        name: limited(task, own, MOST_VALIDATION_ROWS, seed, "validation", name) for name, own in rows.items()
+    }
+    return [replace(client, validation=few[client.name]) for client in clients]
 
 
 def read_rows(task: TaskSettings[Row], file: Path, labels: Sequence[str]) -> list[Row]:
