@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ NAMES = ("north", "south", "west")
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
 
 
-def write_generation_run(folder: Path) -> Path:
+def write_generation_run(folder: Path, names: Sequence[str] = NAMES) -> Path:
     """A run of three clients whose models write different texts."""
-    model, files = write_generation_task(folder, NAMES)
+    model, files = write_generation_task(folder, names)
     settings: dict[str, Any] = FAST | {"max_length": 96, "max_new_tokens": 0, "client_lr": 3.0, "lr": 0.03}
     clients = [str(file) for file in files]
     pf2lora.federate(model=str(model), clients=clients, task="generation", out=folder / "run", **settings)

@@ -243,7 +243,7 @@ def guarded(generation_run: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     file = tmp_path_factory.mktemp("tokens") / "tokens.toml"
     lines = [f'[{name}]\ntoken = "{token}"\n' for name, token in TOKENS.items()]
     file.write_text("".join(lines) + 'models = ["*"]\n')
-    access = read_tokens(file, ["common", *NAMES, "base"])
+    access = read_tokens(file, ["common", *NAMES, "base"], ["common", "base"])
     with serving(generation_run, access, queue=8) as running:
         yield running
 

@@ -146,7 +146,7 @@ def test_whose_token_opens_what(tmp_path: Path) -> None:
         f'[north]\ntoken = "{LONG}1"\n[tester]\ntoken = "{LONG}2"\nmodels = ["south"]\n'
         f'[lead]\ntoken = "{LONG}3"\nmodels = ["*"]\n'
     )
-    access = read_tokens(tokens_file(tmp_path, text), served)
+    access = read_tokens(tokens_file(tmp_path, text), served, ["common", "base"])
 
     def opens(token: str) -> list[str]:
         holder = access.holder(f"Bearer {token}")

@@ -94,7 +94,7 @@ def serve(
     limits = Limits(batch, queue, share, max_body * 1024, length=max_length, seconds=timeout)
     service = Service(loaded, limits)
     if tokens is not None:
-        access = read_tokens(tokens, list(service.adapters))
+        access = read_tokens(tokens, list(service.adapters), service.for_all)
     for line in introduced(service):
         typer.echo(one_line(line), err=True)
     app = create_app(service, access, lambda line: typer.echo(line, err=True))
@@ -109,6 +109,9 @@ def serve(
 def introduced(service: Service) -> list[str]:
     """What is served, and what a caller might not expect."""
     lines = [f"models: {listed(service.adapters)}"]
+    for name in service.for_all:
+        if name.startswith(":"):
+            lines.append(f"{name[1:]} is a client's; the {name[1:]} model of the run is {name}")
     elsewhere = [name for name in service.loaded.saved.clients if name not in service.adapters]
     if elsewhere:
         lines.append(f"not served, as their adapters are not in this folder: {listed(elsewhere)}")

@@ -15,7 +15,6 @@ from pf2lora.parsing import read_text, read_toml
 SHORTEST = 16  # characters of a token: a shorter one can be guessed
 ADVICE = "'openssl rand -hex 32' makes one"
 EVERYTHING = "*"
-FOR_ALL = ("common", "base")  # nobody's own
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,9 @@ def read_token_file(path: Path) -> Access:
     return one_token(read_text(path, 4096, "token file"), str(path))
 
 
-def read_tokens(path: Path, served: Collection[str] | None = None) -> Access:
+def read_tokens(path: Path, served: Collection[str] | None = None, for_all: Collection[str] = ()) -> Access:
     """A TOML file with a table for each holder: its `token`, and the `models` that it opens; without these, the model
-    of the holder's own name and what is everybody's. Names are checked where it is known what is `served`."""
+    of the holder's own name and those that are `for_all`. Names are checked where it is known what is `served`."""
     tables = read_toml(path, "token file")
     holders: dict[bytes, Holder] = {}
     for name, table in tables.items():
@@ -75,7 +74,7 @@ def read_tokens(path: Path, served: Collection[str] | None = None) -> Access:
             raise UserError(
                 f"{path}: [{name}] has the same token as [{holders[token].name}]; each needs its own"
             )
-        holders[token] = Holder(name, token, opened(path, name, table.get("models"), served))
+        holders[token] = Holder(name, token, opened(path, name, table.get("models"), served, for_all))
     if not holders:
         raise UserError(
             f'{path}: no tokens; a table for each holder is needed, such as [north] with token = "…"'
@@ -83,9 +82,11 @@ def read_tokens(path: Path, served: Collection[str] | None = None) -> Access:
     return Access(holders.values())
 
 
-def opened(path: Path, name: str, asked: object, served: Collection[str] | None) -> frozenset[str] | None:
+def opened(
+    path: Path, name: str, asked: object, served: Collection[str] | None, for_all: Collection[str]
+) -> frozenset[str] | None:
     """The models that a holder's table names."""
-    models = [name, *(model for model in FOR_ALL if model in (served or ()))] if asked is None else asked
+    models = [name, *for_all] if asked is None else asked
     if not isinstance(models, list) or not all(isinstance(model, str) for model in models):
         raise UserError(f"{path}: [{name}] has models = {shown(models)}; it must be a list of names")
     if EVERYTHING in models:

@@ -12,7 +12,7 @@ from pf2lora.run.saved import LoadedRun
 from pf2lora.serve.answering import Answerer, RowsJob, rows_of
 from pf2lora.serve.bodies import ChatBody, CompletionBody, PredictBody, Sampled
 from pf2lora.serve.errors import ApiError, bad_request, too_slow
-from pf2lora.serve.models import served_models
+from pf2lora.serve.models import own_names, served_models
 from pf2lora.serve.prompts import Prompts
 from pf2lora.serve.writing import Piece, TextJob, Writer
 from pf2lora.tasks.generation.sampling import Sampler
@@ -38,6 +38,7 @@ class Service:
     def __init__(self, loaded: LoadedRun, limits: Limits) -> None:
         self.loaded, self.limits = loaded, limits
         self.adapters = served_models(loaded)
+        self.for_all = [name for name in own_names(loaded).values() if name in self.adapters]
         self.created = int((loaded.where / "state" / "run.json").stat().st_mtime)
         waiting = limits.batch, limits.queue, limits.share
         self.worker: Writer | Answerer
