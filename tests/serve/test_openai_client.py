@@ -107,6 +107,10 @@ def test_drawn_texts_differ_unless_a_seed_says_otherwise(served: Served) -> None
     [
         ({"n": 2}, "n", "only 1 is supported"),
         ({"logprobs": 3}, "logprobs", "only false is supported"),
+        ({"logprobs": 0}, "logprobs", "logprobs is 0: only false is supported"),
+        ({"n": True}, "n", "n is True: only 1 is supported"),
+        ({"temperature": True}, "temperature", "valid number"),
+        ({"max_tokens": True}, "max_tokens", "valid integer"),
         ({"presence_penalty": 0.5}, "presence_penalty", "only 0 is supported"),
         ({"extra_body": {"min_p": 0.1}}, "min_p", "no parameter that this server knows"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
@@ -148,7 +152,20 @@ def test_a_bad_chat_says_what_is_wrong(served: Served, messages: Any) -> None:
 
 
 def test_harmless_settings_are_taken(served: Served) -> None:
-    harmless = {"n": 1, "echo": False, "logit_bias": {}, "presence_penalty": 0, "user": "me", "suffix": None}
+    harmless = {
+        "n": 1,
+        "echo": False,
+        "logit_bias": {},
+        "presence_penalty": 0.0,
+        "user": "me",
+        "suffix": None,
+    }
+    harmless["extra_body"] = {
+        "store": False,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": True,
+        "tools": None,
+    }
     assert complete(served, "north", "soup", **harmless) == complete(served, "north", "soup")
 
 
@@ -195,6 +212,8 @@ def test_what_else_is_no_request(served: Served) -> None:
         post(served, "/v1/completions", good, Content_Type="text/plain")[0] == 415
     )  # as any web page may send
     assert post(served, "/v1/completions", good, Host="rebound.example")[0] == 403
+    status, error = post(served, "/v1/completions", good, Host="[::1")
+    assert status == 400 and error["error"]["message"] == "the Host header is no address"
     assert post(served, "/v1/nothing", good)[0] == 404
     status, error = post(served, "/v1/predict", b'{"model": "north", "inputs": ["soup"]}')
     assert status == 400 and "POST /v1/completions" in error["error"]["message"]

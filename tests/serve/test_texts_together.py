@@ -295,6 +295,22 @@ def test_pieces_are_the_text_up_to_its_first_stop(text: str, stops: list[str]) -
     assert not any("�" in piece for piece in found)
 
 
+@pytest.mark.parametrize(
+    ("text", "stops", "shown"),
+    [
+        ("\n soup", ["\n"], ""),
+        (" \nUser: hi", ["\nUser:"], ""),
+        ("\n\nsoup\n\n", ["\n\n\n"], "soup\n\n"),
+        ("\n", ["\n\n"], ""),
+        (" soup and bread", [" "], "soup"),  # the blank of training is no part of the text
+        ("  \n soup", [], "soup"),
+    ],
+)
+def test_a_stop_may_be_what_a_text_begins_with(text: str, stops: list[str], shown: str) -> None:
+    found, stopped = pieces(text, stops, blank_before=True)
+    assert "".join(found) == shown and stopped is any(stop in text for stop in stops)
+
+
 def test_half_a_character_is_held_back_and_the_first_blank_left_out() -> None:
     found, _ = pieces(" 😀!", [], blank_before=True)
     assert [piece for piece in found if piece] == ["😀", "!"]

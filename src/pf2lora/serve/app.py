@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from pf2lora.serve.access import Access, Holder, is_loopback
 from pf2lora.serve.bodies import Body, ChatBody, CompletionBody, PredictBody, Sampled, parsed
-from pf2lora.serve.errors import ApiError, gone_away, no_model, too_slow
+from pf2lora.serve.errors import ApiError, bad_request, gone_away, no_model, too_slow
 from pf2lora.serve.log import RequestLog
 from pf2lora.serve.replies import ChatReply, Reply
 from pf2lora.serve.service import Service, Texts
@@ -64,15 +64,21 @@ async def caller(request: Request) -> Holder:
     """Whose token the request brings. Without tokens, only pages and programs that call this machine by its own name:
     a web page whose name was made to point here is neither."""
     access: Access = request.app.state.access
-    if not access.holders and not is_loopback(
-        urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    ):
+    if not access.holders and not is_loopback(host_of(request)):
         raise ApiError(403, "without a token this server answers to localhost alone")
     holder = access.holder(request.headers.get("authorization"))
     if holder is None:
         raise ApiError(401, "no valid token: send 'Authorization: Bearer TOKEN'", code="invalid_api_key")
     request.state.holder = holder.name
     return holder
+
+
+def host_of(request: Request) -> str:
+    """By which name the caller calls this server."""
+    try:
+        return urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    except ValueError:  # half an address of IPv6
+        raise bad_request("the Host header is no address") from None
 
 
 Caller = Annotated[Holder, Depends(caller)]

@@ -28,6 +28,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # by OpenAI's names; with a value t
     "functions": ([],),
     "modalities": (["text"],),
 }
+IGNORED = {  # by OpenAI's names; they change no text
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+    *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+}
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 Stops = Annotated[list[NonEmpty], Field(max_length=4)]
@@ -37,13 +41,16 @@ NAMED = (
     "content",
     "type",
     "text",
-    "name",
+    "tool_calls",
+    "function_call",
     "include_usage",
 )  # inside of fields; pydantic also names types
 EITHER = {  # what may be of several kinds, of which pydantic names one
     "prompt": f"it must be a text, or a list of up to {MOST_AT_ONCE} texts (not tokens)",
     "stop": "it must be a text, or a list of up to 4 texts",
     "content": "it must be a text, or a list of parts of type text",
+    "tool_calls": "there are no tools to be called",
+    "function_call": "there are no functions to be called",
     "inputs": "it must be a list of one or more texts, or objects with the columns of the run's data",
 }
 
@@ -55,10 +62,19 @@ class Body(BaseModel):
 
     model: NonEmpty
 
+    @classmethod
+    def fields_of(cls, found: dict[str, Any]) -> dict[str, Any]:
+        """The fields that were sent; what is null is as good as absent."""
+        return {name: value for name, value in found.items() if value is not None}
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
 
+class Part(BaseModel):
+    """A part of a field. As libraries send back what they got, with fields of their own: those are not looked at."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class StreamOptions(Part):
     include_usage: bool = False
 
 
@@ -72,7 +88,16 @@ class Sampled(Body):
     stop: NonEmpty | Stops = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    user: str = ""  # OpenAI's, for its own statistics: nothing here asks for it
+
+    @classmethod
+    def fields_of(cls, found: dict[str, Any]) -> dict[str, Any]:
+        """Without what is null in fields of fields, too, and what changes nothing."""
+        fields: dict[str, Any] = without_nulls({k: v for k, v in found.items() if k not in IGNORED})
+        for name, harmless in UNSUPPORTED.items():
+            if name in fields and not any(same(value := fields[name], each) for each in harmless):
+                only = json.dumps(harmless[0])
+                raise bad_request(f"{name} is {shown(value)}: only {only} is supported", name, "unsupported")
+        return {name: value for name, value in fields.items() if name not in UNSUPPORTED}
 
     @property
     def stops(self) -> list[str]:
@@ -91,19 +116,16 @@ class CompletionBody(Sampled):
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TextPart(Part):
     type: Literal["text"]
     text: str
 
 
-class MessageBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class MessageBody(Part):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
-    name: str = ""
+    tool_calls: Annotated[list[Any], Field(max_length=0)] = []
+    function_call: None = None
 
     def plain(self) -> Message:
         """As the turn of a conversation; `developer` is OpenAI's newer word for `system`."""
@@ -128,22 +150,30 @@ B = TypeVar("B", bound=Body)
 
 
 def parsed(kind: type[B], data: bytes) -> B:
-    """A request's body; an ApiError says what is wrong with it. A field that is null is as good as absent."""
+    """A request's body; an ApiError says what is wrong with it."""
     try:
         found = parse_json(data, refuse)
     except BadJSON as error:
         raise bad_request(f"the body is broken JSON{error.place}: {error}") from None
     if not isinstance(found, dict):
         raise bad_request(f"the body must be a JSON object, not {shown(found)}")
-    fields = {name: value for name, value in found.items() if value is not None}
-    for name, harmless in UNSUPPORTED.items():
-        if name in fields and (value := fields.pop(name)) not in harmless:
-            only = json.dumps(harmless[0])
-            raise bad_request(f"{name} is {shown(value)}: only {only} is supported", name, "unsupported")
+    fields = kind.fields_of(found)
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise told(error, kind) from None
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the keys, at any depth, that hold nothing: libraries send those that they do not use."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def same(value: Any, other: Any) -> bool:
+    """Equal as JSON has it, where true is no 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def told(error: ValidationError, kind: type[Body]) -> Exception:
@@ -153,9 +183,9 @@ def told(error: ValidationError, kind: type[Body]) -> Exception:
     if first["type"] == "extra_forbidden":
         known = ", ".join(sorted(kind.model_fields))
         return bad_request(f"{shown(field)} is no parameter that this server knows ({known})", field)
-    if first["type"] == "missing" and len(first["loc"]) == 1:
-        return bad_request(f"{field} is missing", field)
     named = [str(part) for part in first["loc"] if isinstance(part, int) or part in NAMED or part == field]
+    if first["type"] == "missing":
+        return bad_request(f"{'.'.join(named)} is missing", field)
     words = [part for part in named if not part.isdigit()]
     right = EITHER.get(words[-1], first["msg"]) if words else first["msg"]
     return bad_request(f"{'.'.join(named)} is {shown(first['input'])}: {right}", field)
