@@ -36,5 +36,24 @@ def test_every_figure_is_drawn_and_shown(script: ModuleType, tmp_path: Path) -> 
     for name in script.FIGURES:
         (file,) = script.draw(name, tmp_path)
         drawn = file.read_text(encoding="utf8")
-        assert all(panel.label in drawn for panel in script.FIGURES[name])
+        assert all(part in drawn for panel in script.FIGURES[name] for part in panel.label.split(", ", 1))
         assert f"({file.name})" in page and (BENCHMARKS.parent / "docs" / file.name).is_file()
+
+
+def test_lines_are_of_what_every_file_has_with_the_papers_beside(script: ModuleType) -> None:
+    _, cola = script.FIGURES["heterogeneity"]
+    ours = script.lines(cola)
+    assert set(ours) == {"homlora", "hetlora", "pf2lora"}
+    assert all(sorted(line) == [0.3, 0.5, 0.7, 0.9, 1.0] for line in ours.values())
+    assert (ours["pf2lora"][0.7].served.mean, ours["pf2lora"][0.7].served.deviation) == pytest.approx(
+        (0.325, 0.035),
+        abs=5e-4,  # as docs/reproduction.md has it
+    )
+    papers = script.papers_lines(cola, ours)
+    assert papers.keys() == ours.keys()  # none of a method that was not run
+    assert {at: row.paper for at, row in papers["pf2lora"].items()} == pytest.approx(
+        {0.2: 0.562, 0.3: 0.5419, 0.4: 0.505}
+    )
+    _, cola = script.FIGURES["rank"]
+    (pf2lora,) = script.lines(cola).values()  # bilevel's other method is not there at the other ranks
+    assert sorted(pf2lora) == [4, 6, 8, 12, 16]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,8 +34,16 @@ def draw(preset: Preset, findings: Sequence[Finding], folder: Path, title: str) 
     with mpl.rc_context(STYLE):
         figure = Figure(layout="constrained")
         FIGURES[preset.figure](figure, preset, findings)
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        write_title(figure, title)
         return save(figure, folder, preset.name)
+
+
+def write_title(figure: Figure, title: str) -> None:
+    """Above a figure, in as many lines as its width needs."""
+    letters = int(11 * figure.get_figwidth())
+    figure.suptitle(
+        textwrap.fill(title, letters, break_on_hyphens=False), x=0.01, ha="left", fontweight="bold"
+    )
 
 
 def methods_of(findings: Sequence[Finding]) -> list[str]:
@@ -79,12 +88,11 @@ def draw_bars(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> No
         axes.set_xticks(range(len(group)), [finding.run.label for finding, _ in group])
         axes.set_ylabel(quantity.label)
         plain(axes)
-    two = any(row.before for _, group in groups.values() for _, rows in group for row in rows)
-    legend(figure, names, "bars at two points" if two else "bars")
+    legend(figure, names, [row for _, group in groups.values() for _, rows in group for row in rows])
 
 
-class Bar(NamedTuple):
-    """What a bar shows of a method: served, with a circle before averaging and a mark for the paper's."""
+class Shown(NamedTuple):
+    """What a figure shows of a method: served, with a circle before averaging and a mark for the paper's."""
 
     method: str
     served: Estimate | None
@@ -92,7 +100,7 @@ class Bar(NamedTuple):
     paper: float | None
 
 
-def draw_bar(axes: Any, row: Row | Bar, x: float, width: float, quantity: Quantity, shade: str) -> None:
+def draw_bar(axes: Any, row: Row | Shown, x: float, width: float, quantity: Quantity, shade: str) -> None:
     """One method's bar and marks."""
     if row.served is not None:
         value, deviation = row.served.mean * quantity.times, row.served.deviation
@@ -100,39 +108,62 @@ def draw_bar(axes: Any, row: Row | Bar, x: float, width: float, quantity: Quanti
         axes.bar(x, value, 0.92 * width, color=shade, yerr=error, error_kw={"elinewidth": 0.8, "ecolor": INK})
     if row.before is not None:
         value = row.before.mean * quantity.times
-        axes.plot([x], [value], marker="o", markersize=3.5, color="white", markeredgecolor=INK)
+        axes.plot([x], [value], **CIRCLE, color="white", markeredgecolor=INK)
     if row.paper is not None:
         value = row.paper * quantity.times
         axes.plot([x - 0.46 * width, x + 0.46 * width], [value, value], color=INK, linewidth=1.6)
 
 
 def draw_lines(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> None:
-    """A panel for each data set: served scores over the varied setting, the paper's dashed."""
+    """A panel for each data set: scores over the varied setting, as `draw_line` has them."""
     names = methods_of(findings)
     series = list(dict.fromkeys(finding.run.of for finding in findings))
     figure.set_size_inches(1.5 + 3.4 * len(series), 3.4)
     every = figure.subplots(1, len(series), squeeze=False)[0]
-    values = [f.run.at for f in findings if f.run.at is not None]
-    spread = min(values) > 0 and max(values) / min(values) > 20
+    shown = []
     for axes, of in zip(every, series):
         found = [(f, row) for f in findings if f.run.of == of for row in tables.rows(f)]
         quantity = tables.quantity_of(found[0][1].quantity, found[0][0])
-        for name in names:
-            mine = [(f.run.at or 0.0, row) for f, row in found if row.method == name]
-            mine = sorted((p for p in mine if p[1].quantity == found[0][1].quantity), key=lambda p: p[0])
-            at = [x for x, _ in mine]
-            ours = [_mean(row) * quantity.times for _, row in mine]
-            theirs = [math.nan if r.paper is None else r.paper * quantity.times for _, r in mine]
-            axes.plot(at, ours, color=colour(name), marker="o", markersize=4, linewidth=1.5)
-            axes.plot(at, theirs, color=colour(name), marker="D", markersize=3, linewidth=1, linestyle=DASHED)
-        axes.set_title(of, loc="left")
-        axes.set(xlabel=preset.axis, ylabel=quantity.label, xscale="log" if spread else "linear")
-        plain(axes)
-    legend(figure, names, "lines")
+        lines = {
+            name: {
+                f.run.at or 0.0: row
+                for f, row in found
+                if row.method == name and row.quantity == found[0][1].quantity
+            }
+            for name in names
+        }
+        draw_panel(axes, lines, quantity, of, preset.axis)
+        shown += [row for line in lines.values() for row in line.values()]
+    legend(figure, names, shown, LINES)
 
 
-def _mean(row: Row) -> float:
-    return math.nan if row.served is None else row.served.mean
+Lines = Mapping[str, Mapping[float, Row | Shown]]  # by method and by what is varied
+
+
+def draw_panel(axes: Any, lines: Lines, quantity: Quantity, title: str, axis: str) -> None:
+    """One data set's lines; what is varied over more than a decade or so is on a log axis."""
+    values = [at for line in lines.values() for at in line]
+    for name, line in lines.items():
+        draw_line(axes, dict(sorted(line.items())), quantity, colour(name))
+    spread = min(values) > 0 and max(values) / min(values) > 20
+    axes.set_title(title, loc="left")
+    axes.set(xlabel=axis, ylabel=quantity.label, xscale="log" if spread else "linear")
+    plain(axes)
+
+
+def draw_line(axes: Any, line: Mapping[float, Row | Shown], quantity: Quantity, shade: str) -> None:
+    """One method: served with its deviation over seeds, circles before averaging, the paper's dashed."""
+
+    def plotted(values: Iterable[float | None]) -> list[float]:
+        return [math.nan if value is None else value * quantity.times for value in values]
+
+    served = [row.served or Estimate(math.nan, None, 0) for row in line.values()]
+    means, deviations = plotted(e.mean for e in served), plotted(e.deviation for e in served)
+    before = plotted(row.before.mean if row.before else None for row in line.values())
+    theirs = {at: row.paper for at, row in line.items() if row.paper is not None}
+    axes.errorbar(list(line), means, deviations, **LINES, color=shade, elinewidth=1, capsize=2.5)
+    axes.plot(list(line), before, **CIRCLE, color="white", markeredgecolor=shade, zorder=4)
+    axes.plot(list(theirs), plotted(theirs.values()), **PAPERS, color=shade)
 
 
 def draw_losses(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> None:
@@ -153,26 +184,32 @@ def draw_losses(figure: Figure, preset: Preset, findings: Sequence[Finding]) -> 
         for axes, label in zip(pair, ("training loss", "training perplexity")):
             axes.set(xlabel="round", ylabel=f"{finding.run.label}: {label}", yscale="log")
             plain(axes)
-    legend(figure, names, "losses")
+    legend(figure, names, [])
 
 
-def legend(figure: Figure, names: Sequence[str], kind: str, columns: int = 4) -> None:
-    """Below a figure: its methods, and its marks by the `kind` of figure."""
+CIRCLE: Any = {"marker": "o", "markersize": 4, "linestyle": ""}
+BARS: Any = {"linewidth": 1.6}
+LINES: Any = {"marker": "o", "markersize": 4, "linewidth": 1.5}
+PAPERS: Any = {"marker": "D", "markersize": 3, "linewidth": 1, "linestyle": DASHED}
+
+
+def legend(figure: Figure, names: Sequence[str], shown: Sequence[Row | Shown], kind: Any = BARS) -> None:
+    """Below a figure of a `kind`: its methods, and whichever marks are among what is shown."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     labels = {name: METHODS[name].label if name in METHODS else name for name in names}
     handles: list[Any] = [Patch(color=colour(name), label=label) for name, label in labels.items()]
-    if kind.startswith("bars"):
-        handles.append(Line2D([], [], color=INK, linewidth=1.6, label="the paper"))
-    if kind.endswith("two points"):
-        circle: Any = {"marker": "o", "markersize": 3.5, "linestyle": "", "markeredgecolor": INK}
-        handles.append(Line2D([], [], color="white", label="before averaging", **circle))
-    if kind == "lines":
-        handles.append(
-            Line2D([], [], color=INK, marker="D", markersize=3, linestyle=DASHED, label="the paper")
-        )
-    figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False)
+    if any(row.served and row.served.deviation is not None for row in shown):
+        bar: Any = {"marker": "|", "markersize": 9, "linestyle": ""}
+        handles.append(Line2D([], [], color=INK, **bar, label="± deviation over seeds"))
+    if any(row.before for row in shown):
+        handles.append(Line2D([], [], color="white", markeredgecolor=INK, **CIRCLE, label="before averaging"))
+    if any(row.paper is not None for row in shown):
+        style = PAPERS if kind is LINES else BARS
+        handles.append(Line2D([], [], color=INK, **style, label="the paper"))
+    columns = int(figure.get_figwidth() / 1.9)
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, handlelength=2.6)
 
 
 FIGURES: dict[str, Callable[[Figure, Preset, Sequence[Finding]], None]] = {
