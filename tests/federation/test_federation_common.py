@@ -55,16 +55,50 @@ def test_one_sites_loss_does_not_choose_what_all_share(tmp_path: Path) -> None:
 
 
 def test_the_best_common_adapter_is_not_of_a_round_that_the_server_lost(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4):
         write_best(tmp_path, Best(number, 1 / number), torch.ones(2))
     (tmp_path / "best-copy.safetensors").write_bytes(b"")
-    assert [best_file(tmp_path, done) for done in (1, 2, 9)] == [
-        None,  # two are kept: the one before serves a server that goes back by a round
-        tmp_path / "best-000002.safetensors",
-        tmp_path / "best-000003.safetensors",
+    assert [best_file(tmp_path, done) for done in (2, 3, 4, 9)] == [
+        None,  # three are kept: those before serve a server that goes back
+        *(tmp_path / f"best-{number:06d}.safetensors" for number in (2, 3, 4)),
     ]
     found, common = read_best(tmp_path / "best-000003.safetensors")
     assert found == (3, 1 / 3) and torch.equal(common, torch.ones(2))
     (tmp_path / "best-000003.safetensors").write_bytes(b"no tensors")
     with pytest.raises(UserError, match=r"best-000003\.safetensors"):
         read_best(tmp_path / "best-000003.safetensors")
+
+
+def test_what_was_told_in_a_round_that_the_server_lost_does_not_choose(tmp_path: Path) -> None:
+    """Round 3 is the best by what sites told in a round 4 that is then lost; told again, round 2 is."""
+    losses = {2: 3.0, 3: 2.0, 4: 1.0, 5: 4.0}  # by the round in which they are told
+
+    def told(site: str, data: bytes) -> bytes:
+        message = messages.decode(data)
+        if "validation" not in message.fields:
+            return data
+        loss = message.fields["validation"]["rows"] * losses[message.fields["round"]]
+        return messages.encode(
+            message.fields | {"validation": message.fields["validation"] | {"loss": loss}}, message.tensors
+        )
+
+    small = make_small(tmp_path, make_plan("homlora", config=AUTO), tamper=told)
+    small.greet()
+    for _ in range(4):
+        small.round()
+    served = small.coordinator.common
+    assert read_best(tmp_path / "server" / "best-000003.safetensors")[0].loss == 1.0
+    (tmp_path / "server" / "round-000004.safetensors").unlink()
+    small.start_server()
+    assert small.coordinator.done == 3 and common_of(small)[1] == 2
+    losses[4] = 3.5
+    small.round()
+    small.coordinator.finish(small.ask(small.coordinator.finish_requests(list(small.files))))
+    assert served is not None and small.coordinator.common is not None
+    assert torch.equal(small.coordinator.common, served)  # the round itself is as it was
+    common, number = common_of(small)
+    small.start_server()
+    assert number == common_of(small)[1] == 2
+    kept = best_file(tmp_path / "server", 4)
+    assert kept is not None and common is not None and torch.equal(read_best(kept)[1], common)
+    assert best_file(tmp_path / "server", 9) == kept

@@ -191,5 +191,6 @@ class ServerSession(Answers):
             raise server_checkpoint.damaged(path, error) from None
         self.done, self.ranks, self.sites = knowledge.done, knowledge.ranks, knowledge.sites
         self.kept = restored(self.kept, kept, path)
+        server_checkpoint.forget_later(self.folder, self.done)
         if file := server_checkpoint.best_file(self.folder, self.done):
             self.best, _ = server_checkpoint.read_best(file)

@@ -89,17 +89,30 @@ class Best(NamedTuple):
 
 
 def write_best(folder: Path, best: Best, common: Tensor) -> None:
-    """All or nothing; the one before stays, for a server that goes back to a round before this."""
+    """All or nothing; two before it stay, for a server that goes back by two rounds."""
     with writing(folder):
         path = folder / f"best-{best.round:06d}.safetensors"
         atomic.write_pieces(path, pieces({COMMON: common}, {"loss": best.loss.hex()}))
-    for old in sorted(folder.glob(BEST))[:-2]:
+    for old in best_files(folder)[:-3]:
         old.unlink(missing_ok=True)
 
 
+def best_files(folder: Path) -> list[Path]:
+    """Oldest first; each was better than all before."""
+    return sorted((path for path in folder.glob(BEST) if round_of(path)), key=round_of)
+
+
 def best_file(folder: Path, done: int) -> Path | None:
-    """That of the last of the first `done` rounds that was better than all before, if one was judged."""
-    return max((path for path in folder.glob(BEST) if 0 < round_of(path) <= done), default=None)
+    """That of the best round by what sites told in the first `done` rounds, each of the round before."""
+    return next((path for path in reversed(best_files(folder)) if round_of(path) < done), None)
+
+
+def forget_later(folder: Path, done: int) -> None:
+    """What sites told in rounds that the server lost is told again, and may then be something else."""
+    with writing(folder):
+        for path in best_files(folder):
+            if round_of(path) >= done:
+                path.unlink(missing_ok=True)
 
 
 def read_best(path: Path) -> tuple[Best, Tensor]:
