@@ -3,6 +3,7 @@ end; and not at all for what is never tuned."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,13 +122,19 @@ def test_where_a_choice_lies_at_an_end_the_table_says_so(tmp_path: Path) -> None
     assert [r.end for r in made.values()] == ["↑", "", "↓", ""]
     assert run("local", 1e-3, [1e-3]).end == ""  # one try has no end
     text = markdown(summarize(made), made)
-    rows = {
-        line.split("|")[1].strip(): line.split("|")[2].strip() for line in text.splitlines() if "|" in line
-    }
-    assert rows["HOMLoRA"].endswith("↑") and rows["HETLoRA"].endswith("↓")
-    assert not rows["Local"].endswith(("↑", "↓")) and not rows["PF2LoRA, nothing set"].endswith(("↑", "↓"))
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+    rows = {row[0]: dict(zip(table[0], row)) for row in table}
+    told = {name: row.get("four domains (vader)", "") for name, row in rows.items()}
+    assert told["HOMLoRA"].endswith("↑") and told["HETLoRA"].endswith("↓")
+    apart = "**PF2LoRA, nothing set (lr 0.001)**"
+    assert not told["Local"].endswith(("↑", "↓")) and not told[apart].endswith(("↑", "↓"))
+    assert all(rows[apart][task.title] == "–" for task in TASKS.values() if task.name != "vader")
     assert "2 of 3 tuned runs (1 ↑, 1 ↓)" in text and "never tuned" in text
-    assert [file.suffix for file in draw(summarize(made), tmp_path)] == [".svg", ".png"]
+    drawn, _ = draw(summarize(made), tmp_path)
+    labels = re.findall(r"<text style=\"([^\"]*)[^>]*>(PF2LoRA|HOMLoRA|Local)", drawn.read_text("utf8"))
+    assert {name: "weight: 700" in style for style, name in labels} == {
+        **{"PF2LoRA": True, "HOMLoRA": False, "Local": False}
+    }
     of_one = together(run("local", 1e-3))
     assert "↑" not in markdown(summarize(of_one), of_one)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pf2lora.data.figure import PALETTE
 from pf2lora.reproduce.figures import STYLE, save
 from pf2lora.reproduce.regret.records import Runs
 from pf2lora.reproduce.regret.summary import POINTS, PointSummary, Regret
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DARKEST = 10.0  # points from the best; what is further away is not darker
+NOT_RUN = "–"
 UNITS = {"accuracy": "accuracy", "matthews": "Matthews", "f1": "F1", "loss": "loss per token"}
 
 
@@ -44,34 +46,40 @@ def markdown(summaries: Mapping[str, PointSummary], runs: Runs) -> str:
 
 
 def distances(summary: PointSummary) -> str:
-    """A row per variant, a column per task: how far it is from the best."""
-    head = ["", *(TASKS[task].title for task in summary.cells), "regret", "mean"]
-    rows = [["best score", *(_best(summary, task) for task in summary.cells), "", ""]]
+    """A row per variant, a column for every task of the benchmark: how far it is from the best, or that it was not
+    run. The variant that is never tuned is in bold."""
+    head = ["", *(task.title for task in TASKS.values()), "regret", "mean"]
+    rows = [["best score", *(_best(summary, task) for task in TASKS), "", ""]]
     if summary.trivial:
-        rows.append(
-            ["without looking at the text", *(_trivial(summary, task) for task in summary.cells), "", ""]
-        )
+        rows.append(["without looking at the text", *(_trivial(summary, task) for task in TASKS), "", ""])
     for name, regret in by_regret(summary):
-        cells = [_cell(summary, task, name) for task in summary.cells]
-        rows.append(
-            [variants()[name].label, *cells, _largest(regret, len(summary.cells)), f"{regret.mean:.1f}"]
-        )
+        cells = [_cell(summary, task, name) for task in TASKS]
+        label = f"**{_label(summary, name)}**" if name in summary.untuned else _label(summary, name)
+        rows.append([label, *cells, _largest(regret, len(summary.cells)), f"{regret.mean:.1f}"])
     return _table(head, rows)
 
 
+def _label(summary: PointSummary, name: str) -> str:
+    """What is never tuned says the rates that it ran at: a default may change."""
+    rates = summary.untuned.get(name, [])
+    return variants()[name].label + (f" (lr {' and '.join(f'{r:g}' for r in rates)})" if rates else "")
+
+
 def _best(summary: PointSummary, task: str) -> str:
+    if task not in summary.cells:
+        return NOT_RUN
     return f"{number(summary.cells[task][summary.best[task]].score)} ({UNITS[TASKS[task].metric]})"
 
 
 def _trivial(summary: PointSummary, task: str) -> str:
     if task not in summary.trivial:
-        return ""
+        return NOT_RUN
     return f"{summary.trivial[task]:.1f}{'' if summary.learned(task) else ' (!)'}"
 
 
 def _cell(summary: PointSummary, task: str, name: str) -> str:
-    if name not in summary.cells[task]:
-        return "diverged" if (task, name) in summary.diverged else ""
+    if name not in summary.cells.get(task, {}):
+        return "diverged" if (task, name) in summary.diverged else NOT_RUN
     cell = summary.cells[task][name]
     text = "**best**" if summary.best[task] == name else number(cell.distance)
     return f"{text} {cell.end}".rstrip()
@@ -162,12 +170,14 @@ def draw(summaries: Mapping[str, PointSummary], folder: Path) -> list[Path]:
         grid = figure.subplots(len(summaries), 1, squeeze=False)
         for (axes,), (point, summary) in zip(grid, summaries.items()):
             _draw_point(axes, summary)
-            axes.set_title(f"Distance to the best in points: {POINTS[point]}", loc="left", pad=10)
+            apart = "; in bold and framed: never tuned, nothing set" if summary.untuned else ""
+            axes.set_title(f"Distance to the best in points: {POINTS[point]}{apart}", loc="left", pad=10)
         return save(figure, folder, "regret")
 
 
 def _draw_point(axes: Axes, summary: PointSummary) -> None:
     import numpy as np
+    from matplotlib.patches import Rectangle
 
     tasks, ordered = list(summary.cells), by_regret(summary)
     values = np.full((len(ordered), len(tasks) + 2), np.nan)
@@ -198,6 +208,17 @@ def _draw_point(axes: Axes, summary: PointSummary) -> None:
     axes.set_xticks(
         range(len(tasks) + 2), [*titles, "regret\n(largest)", "mean"], fontsize=7, rotation=30, ha="right"
     )
-    axes.set_yticks(range(len(ordered)), [variants()[name].label for name, _ in ordered])
+    axes.set_yticks(range(len(ordered)), [_label(summary, name) for name, _ in ordered])
+    for i, (name, _) in enumerate(ordered):  # what is never tuned stands apart
+        if name in summary.untuned:
+            axes.get_yticklabels()[i].set_fontweight("bold")
+            frame: Any = {
+                "fill": False,
+                "edgecolor": PALETTE[0],
+                "linewidth": 2.5,
+                "clip_on": False,
+                "zorder": 3,
+            }
+            axes.add_patch(Rectangle((-0.5, i - 0.5), len(tasks) + 2, 1, **frame))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

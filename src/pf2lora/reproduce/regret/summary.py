@@ -52,7 +52,7 @@ class Harm:
 @dataclass(frozen=True)
 class PointSummary:
     """Everything at one point; `diverged` are (task, variant) without a score, `trivial` what an answer that looks at
-    no text has on a task, in points."""
+    no text has on a task, in points, and `untuned` the variants that are never tuned, with the rates they ran at."""
 
     cells: dict[str, dict[str, Cell]]  # by task and variant
     best: dict[str, str]
@@ -60,6 +60,7 @@ class PointSummary:
     harm: dict[str, dict[str, Harm]]
     diverged: list[tuple[str, str]]
     trivial: dict[str, float]
+    untuned: dict[str, list[float]]
 
     def learned(self, task: str) -> bool:
         """Whether the best variant is better than an answer that looks at no text, where that is known: by more than
@@ -97,7 +98,16 @@ def at_point(runs: Runs, point: str) -> PointSummary:
             harm[task.name] = harms(task, tables, clients)
     trivial = {task: 100 * run.trivial for (task, _), run in runs.items() if run.trivial is not None}
     known = {task: trivial[task] for task in cells if task in trivial}
-    return PointSummary(cells, best, regrets(cells, diverged), harm, diverged, known)
+    return PointSummary(cells, best, regrets(cells, diverged), harm, diverged, known, untuned(runs))
+
+
+def untuned(runs: Runs) -> dict[str, list[float]]:
+    """The variants that are never tuned, with the rates that they ran at."""
+    found: dict[str, set[float]] = {}
+    for (_, name), run in runs.items():
+        if not variants()[name].tuned:
+            found.setdefault(name, set()).add(run.rates["lr"])
+    return {name: sorted(rates) for name, rates in found.items()}
 
 
 def tables_of(run: Run, task: BenchmarkTask, variant: Variant, point: str) -> list[OverClients]:
