@@ -51,21 +51,20 @@ def share_of_a_run(seconds: float) -> None:
 
         return wrapper
 
-    config = config_of(2)
-    workload = prepare(config)
+    def seconds_of(config: Config, out: Path) -> float:
+        """Of a run whose clients are loaded."""
+        began: list[float] = []
+        api.run(config, out, on_workload=lambda workload: began.append(time.perf_counter()))
+        return time.perf_counter() - began[0]
+
     with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        api.run(config, Path(folder) / "run", workload=workload)
-        per_round = (time.perf_counter() - started) / 2
+        per_round = seconds_of(config_of(2), Path(folder) / "run") / 2
         rounds = max(4, round(seconds / per_round))
-        config = config_of(rounds)
         with (
             patch.object(Checkpoints, "save", timed(original)),
             patch.object(Checkpoints, "__init__", timed(fingerprinted)),
         ):
-            started = time.perf_counter()
-            api.run(config, Path(folder) / "long", workload=replace(workload, config=config))
-            total = time.perf_counter() - started
+            total = seconds_of(config_of(rounds), Path(folder) / "long")
     print(
         f"a run of {rounds} rounds, {total:.1f} s: {len(spent) - 1} checkpoints and the fingerprint took "
         f"{sum(spent):.2f} s, {100 * sum(spent) / total:.2f}% of it"

@@ -14,6 +14,7 @@ from little_world import World, command_line, make_world
 import pf2lora
 from pf2lora.data.memory import is_in_memory, read_tables
 from pf2lora.errors import UserError
+from pf2lora.run.events import Event, Note, RunEnded
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,10 @@ def test_rows_in_memory_train_as_rows_in_files(world: World, tmp_path: Path) -> 
     )
     assert together.served() == expected.served()
     again = world.settings(clients=everybody, client_column="site", out=tmp_path / "run", resume=True)
-    assert pf2lora.federate(**again).served() == expected.served()  # it has ended
+    heard: list[Event] = []
+    ended = pf2lora.federate(**again, callbacks=[heard.append])
+    assert ended.served() == expected.served()
+    assert [type(event) for event in heard] == [Note, RunEnded]
 
 
 def test_test_rows_may_be_in_memory_beside_files(world: World) -> None:

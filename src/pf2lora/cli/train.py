@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pf2lora.cli.options import WRITTEN, configured, read_config
-from pf2lora.errors import UserError, unknown
+from pf2lora.errors import UserError
 from pf2lora.methods import SETS
-from pf2lora.run.config import Config, to_commented_toml, with_found_model
+from pf2lora.run.config import Config, to_commented_toml
 from pf2lora.run.launch import check_alone
 
 if TYPE_CHECKING:
@@ -47,56 +47,53 @@ Log = Annotated[
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the whole config as TOML and stop.")]
 
 
-@configured
-def train(
-    settings: dict[str, Any],
-    file: Path | None,
-    out: OutIfGiven = None,
-    force: Force = False,
-    resume: Resume = False,
-    print_config: PrintConfig = False,
-    dry_run: DryRun = False,
-    log: Log = "auto",
-) -> None:
-    """Train one method on your clients' files; write adapters, scores and a report."""
-    config = read_config(settings, file)
+def running(
+    name: str, about: str, methods: Callable[[dict[str, Any], Config], Sequence[str]], **defaults: str
+) -> Callable[..., None]:
+    """The command that trains the `methods` of what it is given, into runs/NAME where nothing else is said."""
+
+    def command(
+        settings: dict[str, Any],
+        file: Path | None,
+        out: OutIfGiven = None,
+        force: Force = False,
+        resume: Resume = False,
+        print_config: PrintConfig = False,
+        dry_run: DryRun = False,
+        log: Log = "auto",
+    ) -> None:
+        config = read_config(settings, file)
+        chosen = tuple(methods(settings, config))
+        config = replace(config, training=replace(config.training, method=chosen))
+        out = out or Path(config.output.out or f"runs/{name}")
+        execute(config, out, force, print_config, resume=resume, dry_run=dry_run, log=log)
+
+    command.__name__, command.__doc__ = name, about
+    return configured(command, **defaults)
+
+
+def one_method(settings: dict[str, Any], config: Config) -> Sequence[str]:
+    """What `train` trains."""
     if len(config.training.method) > 1:
         raise UserError("train takes one method; 'pf2lora compare' takes several")
-    execute(
-        config,
-        out or Path(config.output.out or "runs/train"),
-        force,
-        print_config,
-        resume=resume,
-        dry_run=dry_run,
-        log=log,
-    )
+    return config.training.method
 
 
-@partial(configured, method="paper")
-def compare(
-    settings: dict[str, Any],
-    file: Path | None,
-    out: OutIfGiven = None,
-    force: Force = False,
-    resume: Resume = False,
-    print_config: PrintConfig = False,
-    dry_run: DryRun = False,
-    log: Log = "auto",
-) -> None:
-    """Train several methods (by default those of the paper) on the same clients and seeds, and compare them."""
-    config = read_config(settings, file)
-    if "method" not in settings and config.training.method == Config().training.method:
-        config = replace(config, training=replace(config.training, method=SETS["paper"]))
-    execute(
-        config,
-        out or Path(config.output.out or "runs/compare"),
-        force,
-        print_config,
-        resume=resume,
-        dry_run=dry_run,
-        log=log,
-    )
+def several_methods(settings: dict[str, Any], config: Config) -> Sequence[str]:
+    """What `compare` trains: the paper's methods where none is named."""
+    named = "method" in settings or config.training.method != Config().training.method
+    return config.training.method if named else SETS["paper"]
+
+
+train = running(
+    "train", "Train one method on your clients' files; write adapters, scores and a report.", one_method
+)
+compare = running(
+    "compare",
+    "Train several methods (by default those of the paper) on the same clients and seeds, and compare them.",
+    several_methods,
+    method="paper",
+)
 
 
 def execute(
@@ -121,39 +118,29 @@ def execute(
 
         show_dry_run(config, *([] if force or resume else [lambda: check_free(out, force=False)]))
         return
-    config = with_found_model(config)
     from pf2lora.cli.show import quiet_libraries, show_clients, show_note, show_result
     from pf2lora.run import api, launch
-    from pf2lora.run.comparison import prepare
-    from pf2lora.run.events import Note, RunEnded
     from pf2lora.run.interruption import Interrupted
-    from pf2lora.run.progress import LOGS, shown
-    from pf2lora.run.resuming import ended_for_all
 
-    if log not in LOGS:
-        raise unknown("log", log, LOGS)
     quiet_libraries()
     processes = launch.join(config.model.device)
-    log = log if processes.first else "none"  # of several processes the first speaks
-    # Before the model is loaded: a mistaken --out should not cost a minute.
-    if result := ended_for_all(processes, config, out, force=force, resume=resume):
-        with shown(log, show_note) as tell:
-            tell(Note(f"the run in {str(out)!r} has ended; nothing is left to do"))
-            tell(RunEnded(result))
-    else:
-        try:
-            workload = prepare(config)
-            if log in ("auto", "lines"):
-                show_clients(workload)
-            with shown(log, show_note) as tell:
-                result = api.run(config, out, force=force, resume=resume, tell=tell, workload=workload)
-        except api.AllFailed as error:
-            result = error.result
-        except KeyboardInterrupt as stop:
-            said = stop if isinstance(stop, Interrupted) else Interrupted("stopped before the training began")
-            if launch.speaks(said):
-                typer.echo(f"pf2lora: {said}", err=True)
-            raise typer.Exit(said.code) from None
+    try:
+        result = api.run_shown(
+            config,
+            out,
+            log=log,
+            on_note=show_note,
+            force=force,
+            resume=resume,
+            on_workload=show_clients if log in ("auto", "lines") else lambda workload: None,
+        )
+    except api.AllFailed as error:
+        result = error.result
+    except KeyboardInterrupt as stop:
+        said = stop if isinstance(stop, Interrupted) else Interrupted("stopped before the training began")
+        if launch.speaks(said):
+            typer.echo(f"pf2lora: {said}", err=True)
+        raise typer.Exit(said.code) from None
     launch.leave()
     if not processes.first:
         raise typer.Exit(2 if result.failed else 0)

@@ -23,7 +23,8 @@ from pf2lora.run import sweep as sweeps
 from pf2lora.run.checkpoints import Checkpoints
 from pf2lora.run.comparison import Watcher, prepare
 from pf2lora.run.config import Config
-from pf2lora.run.events import Listener, Note, everybody
+from pf2lora.run.events import Listener, Note, RunEnded, everybody
+from pf2lora.run.plain_log import to_stderr
 from pf2lora.run.progress import shown
 from pf2lora.run.result import Result, RoundRecord
 from pf2lora.run.sweep import Sweep
@@ -67,10 +68,7 @@ def federate(
     first writes and shows (docs/distributed.md).
     """
     config, tables, folder = as_config("federate()", model, clients, method, task, out, methods, settings)
-    first = launch.join(config.model.device).first
-    with shown(log if first else "none") as listener:
-        tell = everybody(listener, *(callbacks if first else ()))
-        return run(config, folder, force=force, resume=resume, tell=tell, tables=tables)
+    return run_shown(config, folder, log=log, callbacks=callbacks, force=force, resume=resume, tables=tables)
 
 
 def sweep(
@@ -158,6 +156,25 @@ class AllFailed(Diverged):
         self.result = result
 
 
+def run_shown(
+    config: Config,
+    out: Path | None,
+    *,
+    log: str = "auto",
+    on_note: Callable[[str], None] = to_stderr,
+    callbacks: Sequence[Listener] = (),
+    force: bool = False,
+    resume: bool = False,
+    tables: Tables | None = None,
+    on_workload: Callable[[Workload], None] = lambda workload: None,
+) -> Result:
+    """`run`, while `log` is shown. Several processes meet first, of which the first one shows and tells."""
+    first = launch.join(config.model.device).first
+    with shown(log, on_note, silent=not first) as listener:
+        tell = everybody(listener, *(callbacks if first else ()))
+        return run(config, out, force=force, resume=resume, tell=tell, tables=tables, on_workload=on_workload)
+
+
 def run(
     config: Config,
     out: Path | None,
@@ -165,50 +182,49 @@ def run(
     force: bool = False,
     resume: bool = False,
     tell: Listener = lambda event: None,
-    workload: Workload | None = None,
     tables: Tables | None = None,
+    on_workload: Callable[[Workload], None] = lambda workload: None,
 ) -> Result:
-    """Run a config; with `out`, into a run folder, line by line as it happens, of which `tell` hears. Methods that fail
-    are in the result's `failed`; where all do it is an error, `AllFailed`, once everything is written."""
+    """Run a config; with `out`, into a run folder, line by line as it happens, of which `tell` hears. `tables` are rows
+    in memory; `on_workload` gets clients and model once they are loaded, in the first of several processes. Methods
+    that fail are in the result's `failed`; where all do it is an error, `AllFailed`, once everything is written."""
     config = configs.with_found_model(config)
+
+    def loaded() -> Workload:
+        workload = prepare(config, tables)
+        if workload.processes.first:
+            on_workload(workload)
+        return workload
+
     if out is not None:
-        result = run_into(
-            config, out, force=force, resume=resume, tell=tell, workload=workload, tables=tables
-        )
+        result = run_into(config, out, loaded, force=force, resume=resume, tell=tell)
     elif resume:
         raise UserError("a run without a folder leaves nothing to go on from: give out beside resume")
     else:
         watcher = Watcher(on_note=lambda line: tell(Note(line)), tell=tell)
-        workload = workload or prepare(config, tables)
-        result = comparison.compare(config, watcher, workload, go_on=not config.training.strict)
+        result = comparison.compare(config, watcher, loaded(), go_on=not config.training.strict)
     if len(result.failed) == len(result.methods):
         raise AllFailed(result)
     return result
 
 
 def run_into(
-    config: Config,
-    out: Path,
-    *,
-    force: bool,
-    resume: bool,
-    tell: Listener,
-    workload: Workload | None,
-    tables: Tables | None,
+    config: Config, out: Path, loaded: Callable[[], Workload], *, force: bool, resume: bool, tell: Listener
 ) -> Result:
-    """Run a config into a run folder."""
+    """Run a config into a run folder. Its workload is loaded last: a mistaken `out` should not cost a minute."""
     from pf2lora import report
 
     def on_note(line: str) -> None:
         tell(Note(line))
 
-    processes = workload.processes if workload else current()
+    processes = current()
     if ended := resuming.ended_for_all(processes, config, out, force=force, resume=resume):
         on_note(f"the run in {str(out)!r} has ended; nothing is left to do")
+        tell(RunEnded(ended))
         return ended
     with processes.together():
         trackers.check(config.output.trackers)
-    workload = workload or prepare(config, tables)
+    workload = loaded()
     processes = workload.processes
     again = resuming.command(config, out)
     keeper = Checkpoints(out / checkpoints.FOLDER, workload, out / "metrics.jsonl", on_note, again)

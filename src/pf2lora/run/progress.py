@@ -18,18 +18,22 @@ LOGS = ("auto", "lines", "json", "none")
 
 
 @contextmanager
-def shown(log: str = "auto", on_note: Callable[[str], None] = to_stderr) -> Iterator[Listener]:
+def shown(
+    log: str = "auto", on_note: Callable[[str], None] = to_stderr, *, silent: bool = False
+) -> Iterator[Listener]:
     """Who shows a run while it goes on: `auto` is a live screen on a terminal and `lines` elsewhere, whose notes go to
-    `on_note`; `json` writes every event to standard output; `none` is silent."""
+    `on_note`; `json` writes every event to standard output; `none` shows nothing, as does whoever is `silent`."""
     if log not in LOGS:
         raise unknown("log", log, LOGS)
-    if log == "auto" and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+    if silent or log == "none":
+        yield lambda event: None
+    elif log == "auto" and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         with Screen() as screen:
             yield screen
     elif log in ("auto", "lines"):
         yield Lines(on_note)
     else:
-        yield JsonLog() if log == "json" else lambda event: None
+        yield JsonLog()
 
 
 @contextmanager
