@@ -7,7 +7,7 @@
 
 A run that is finished is a line of --out, so it can be stopped at any time. At the end, and with --read, a table: every
 rule's distance to the best of all rules on each task, and the largest of these, its regret. The rules that were tried,
-and what came of them, are in docs/reproduction.md.
+and what came of them, are in docs/lower-level.md.
 """
 
 from __future__ import annotations

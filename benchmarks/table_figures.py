@@ -7,15 +7,15 @@ python benchmarks/table_figures.py --out docs
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from stored_rows import preset_rows
 
 from pf2lora.atomic import write_figure
 from pf2lora.methods import METHODS
@@ -32,10 +32,7 @@ from pf2lora.reproduce.charts import (
 from pf2lora.reproduce.figures import STYLE, plain
 from pf2lora.reproduce.presets import load_preset
 from pf2lora.reproduce.tables import Quantity
-from pf2lora.run.estimates import Estimate, estimate
 
-POINTS = ("served", "before_averaging")
-TABLES = Path(__file__).parent / "results" / "tables"
 ORDER = list(METHODS)
 
 
@@ -104,18 +101,11 @@ TITLES = {
 
 
 def rows_of(name: str, quantity: str) -> Iterable[tuple[str, Shown]]:
-    """A file's rows with their runs' labels: a page's rows, or the seeds of a run that was cut off before it."""
-    content: dict[str, Any] = json.loads((TABLES / f"{name}.json").read_text(encoding="utf8"))
-    if "rows" not in content:
-        for run in content["runs"]:
-            served, before = (estimate(run["per_seed"][p][quantity]) for p in POINTS)
-            yield run["run"], Shown(run["method"], served, before, None)
-        return
-    labels = {run["name"]: run["label"] for run in content.get("runs", [])}
-    for row in content["rows"]:
-        if row["quantity"] == quantity:
-            served, before = (None if row[p] is None else Estimate(**row[p]) for p in POINTS)
-            yield labels.get(row["run"], row["run"]), Shown(row["method"], served, before, row.get("paper"))
+    """A file's rows with their runs' labels."""
+    for row in preset_rows(name):
+        if row.quantity == quantity:
+            served, before = (row.points[point] for point in ("served", "before_averaging"))
+            yield row.label, Shown(row.method, served, before, row.paper)
 
 
 def bars(panel: Panel) -> dict[str, list[Shown]]:
