@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from little_world import make_world
 from result_example import make_result, typed
 from typer.testing import CliRunner
 
+from pf2lora import federate
 from pf2lora.cli import app
 from pf2lora.reproduce.ranks import (
     Point,
@@ -21,6 +23,8 @@ from pf2lora.reproduce.ranks import (
     spearman,
     two_level,
 )
+from pf2lora.reproduce.ranks_page import markdown
+from pf2lora.run.result import load_result
 
 
 def test_rank_correlation_by_hand() -> None:
@@ -47,12 +51,51 @@ def test_every_client_of_every_seed_is_a_point() -> None:
     assert len(found) == len(runs) * len(result.clients)
     last = next(r for r in reversed(runs[0].rounds) if r.ranks is not None)
     assert last.ranks is not None and found[0].rank == pytest.approx(np.mean(last.ranks[0]))
-    assert found[0].traits["difficulty"] == runs[0].served["loss"].per_client[0]
     rho = correlations(found)["rows"]
     own = [p for p in found if p.seed == found[0].seed]
     single = spearman([p.traits["rows"] for p in own], [p.rank for p in own])
     if len(runs) == 1 and single is not None:
         assert rho is not None and rho.mean == pytest.approx(single)
+
+
+def test_how_hard_a_client_is_does_not_come_from_its_own_model() -> None:
+    result = typed(make_result())
+    ours = {p.client: p.traits["difficulty"] for p in points(result, "pf2lora")}
+    assert ours == {p.client: p.traits["difficulty"] for p in points(result, "local")}
+    pooled = [run.served["loss"].per_client for run in result.methods["centralized"].runs]
+    assert list(ours.values()) == pytest.approx(np.mean(np.array(pooled, dtype=float), axis=0))
+    del result.methods["centralized"]
+    assert {p.client: p.traits["difficulty"] for p in points(result, "pf2lora")} != ours  # HOMLoRA's
+    del result.methods["homlora"]
+    bare = points(result, "pf2lora")
+    assert all("difficulty" not in p.traits for p in bare)
+    assert "has none of centralized and homlora" in markdown(bare, "pf2lora")
+
+
+def test_on_tiny_data_the_page_has_every_client_and_layer_with_its_spread(
+    tmp_path: Path, one_thread: None
+) -> None:
+    world = make_world(tmp_path)
+    settings = world.settings(rounds=1, steps=1, seeds=2, out=tmp_path / "run")
+    federate(**settings | {"method": ["pf2lora", "centralized"]})
+    out = CliRunner().invoke(
+        app, ["reproduce", "ranks", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    )
+    assert out.exit_code == 0, out.output
+    stored = json.loads((tmp_path / "out" / "ranks.json").read_text())
+    result = load_result(tmp_path / "run" / "result.json")
+    pooled = [run.served["loss"].per_client for run in result.methods["centralized"].runs]
+    assert len(pooled) == 2 and len(stored["points"]) == 2 * len(result.clients)
+    for k, client in enumerate(result.clients):
+        own = [p for p in stored["points"] if p["client"] == client.name]
+        assert [p["traits"]["difficulty"] for p in own] == pytest.approx(
+            [np.mean([of[k] for of in pooled])] * 2
+        )
+    page = (tmp_path / "out" / "ranks.md").read_text(encoding="utf8")
+    for layer in result.methods["pf2lora"].runs[0].layers:
+        told = [line for line in page.splitlines() if line.startswith(f"| {layer} |")]
+        assert len(told) == 2 and all(line.count(" ± ") >= 2 for line in told)
+        assert told[1].count(" ± ") == len(result.clients)
 
 
 def test_the_command_reads_finished_runs(tmp_path: Path) -> None:
@@ -68,7 +111,8 @@ def test_the_command_reads_finished_runs(tmp_path: Path) -> None:
     assert correlations(again) == correlations(points(typed(make_result()), stored["method"]))
     assert [layer["layer"] for layer in stored["layers"]] == list(again[0].layers)
     for layer in stored["layers"]:
-        assert f"| {layer['layer']} | {layer['mean']:.2f} | {layer['range']:.2f} |" in out.output
+        mean, apart = (f"{layer[of]['mean']:.2f} ± {layer[of]['deviation']:.2f}" for of in ("mean", "range"))
+        assert f"| {layer['layer']} | {mean} | {apart} |" in out.output
 
 
 def test_a_layer_whose_rank_follows_is_told_from_one_whose_rank_does_not() -> None:
@@ -81,6 +125,6 @@ def test_a_layer_whose_rank_follows_is_told_from_one_whose_rank_does_not() -> No
     ]
     a, b, c = layer_ranks(found)
     assert a.rho["difference"] is not None and a.rho["difference"].mean == pytest.approx(1)
-    assert b.rho["difference"] is None and (b.mean, b.range) == (7, 0)
+    assert b.rho["difference"] is None and (b.mean.mean, b.range.mean, b.mean.deviation) == (7, 0, 0)
     assert c.rho["difference"] is not None and c.rho["difference"].mean == pytest.approx(-1)
-    assert (c.mean, c.range) == (3.75, 5) and a.rho["rows"] is None
+    assert (c.mean.mean, c.range.mean) == (3.75, 5) and a.rho["rows"] is None

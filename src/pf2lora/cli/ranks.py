@@ -22,7 +22,8 @@ def ranks(
     out: Annotated[Path, typer.Option("--out", help="Folder of the result.", **WRITTEN)] = Path("runs/ranks"),
 ) -> None:
     """Beside the paper: learned ranks against how different and how hard a client's data is."""
-    from pf2lora.reproduce.ranks import draw, draw_layers, markdown, points, to_json, two_level
+    from pf2lora.reproduce.ranks import points, two_level
+    from pf2lora.reproduce.ranks_page import draw, draw_layers, markdown, to_json
     from pf2lora.run.result import FILE, load_result
 
     files = [file for path in results for file in (sorted(path.rglob(FILE)) if path.is_dir() else [path])]
