@@ -47,6 +47,26 @@ QWEN_3 = (  # an empty thought before the last answer, none before earlier ones
     "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+QWEN_3_THINKING = (  # with thoughts and tools: thoughts of turns before the last question are left out
+    "{% if tools %}{{ '<|im_start|>system\n<tools>' + tools | tojson + '</tools><|im_end|>\n' }}{% endif %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% set said, thought = m.content, m.reasoning_content | default('') %}"
+    "{% if '</think>' in said %}{% set thought = said.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}"
+    "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ said }}"
+    "{% for call in m.tool_calls %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+R1_DISTILL = (  # asks for a thought, and leaves all thoughts out of conversations
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}"
+    "{% elif m.role == 'assistant' %}{{ '<|assistant|>' + m.content.split('</think>')[-1] + '</s>' }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
+)
 TEMPLATES = {
     "chatml": CHATML,
     "llama-3": LLAMA_3,

@@ -99,7 +99,7 @@ def test_a_run_of_conversations_answers_as_it_was_trained(chat_run: Path) -> Non
             assert answer(client, *said).strip() == wanted
             assert answer(client, ("user", "soup?")) == complete(served, client, "soup?")
         for bad, words in (
-            ([("user", "a"), ("user", "b")], "must alternate"),
+            ([("assistant", "a"), ("user", "b")], "must alternate"),
             ([("user", "a"), ("assistant", "b")], "one that the assistant can answer"),
             ([("user", " ")], "one that the assistant can answer"),
         ):

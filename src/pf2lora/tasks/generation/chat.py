@@ -1,26 +1,23 @@
-"""Conversations as a model reads them: through its tokenizer's chat template, and where the assistant speaks."""
+"""Where the assistant speaks in a conversation that a chat template has written, and its tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import re
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from transformers import PreTrainedTokenizerBase
-
-from pf2lora.errors import UserError, shown
+from pf2lora.errors import UserError
 from pf2lora.tasks.generation.conversations import ASSISTANT, Conversation, Message
+from pf2lora.tasks.generation.template import DATE, MARKS, Template, refusals, thought_of
+from pf2lora.tasks.generation.thoughts import BEGUN, CLOSE, parted
 
-PLAIN = (
-    "{% for message in messages %}{{ message['role'].capitalize() + ': ' + message['content'].strip() }}"
-    "{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
+OTHERWISE = (
+    "the chat template asks for an answer with other words than it writes before one: in training, too, the last "
+    "answer stands behind what it is asked with"
 )
-"""For tokenizers that have no template, such as GPT-2's."""
-
-DATE = "26 Jul 2024"  # of templates that tell the model which day it is: a run can be repeated on another
-MARK = "⟪turn {}⟫"
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PART_OF_TAG = re.compile(r"</?\w*$")
 
 
 class Span(NamedTuple):
@@ -38,115 +35,117 @@ class Written(NamedTuple):
     ended: bool
 
 
-class ChatTemplate:
-    """A tokenizer's chat template. What the user should know is told to `note`."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, note: Callable[[str], None]) -> None:
-        if not tokenizer.is_fast:
-            raise UserError(
-                "conversations need a fast tokenizer, which knows where its tokens stand in a text"
-            )
-        self.tokenizer, self.note = tokenizer, note
-        self.template = None if tokenizer.chat_template else self._plain()
-
-    def _plain(self) -> str:
-        self.note(
-            "the tokenizer has no chat template: turns are written as 'User: …' and 'Assistant: …', each on a line"
-        )
-        first = self.tokenizer("a")["input_ids"][
-            0
-        ]  # a model that expects its beginning-of-text token gets it
-        return ("{{ bos_token }}" if first == self.tokenizer.bos_token_id else "") + PLAIN
-
-    # --- text ----------------------------------------------------------------------------------------------
-
-    def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
-        """The template's text; `ask` ends it where the assistant's next turn begins."""
-        turns = [asdict(message) for message in messages]
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": ask, "date_string": DATE}
-        return str(self.tokenizer.apply_chat_template(turns, chat_template=self.template, **options))
-
-    def accepted(self, row: Conversation, *, ask: bool = False) -> tuple[Conversation, str]:
-        """The conversation as the template takes it, and its text: what the system says goes to the next turn where a
-        template knows no system."""
-        from jinja2 import TemplateError
-
-        try:
-            return row, self.render(row.messages, ask=ask)
-        except TemplateError as error:
-            joined = row.without_system()
-            try:
-                text = self.render(joined.messages, ask=ask)
-            except TemplateError:
-                raise UserError(
-                    f"the tokenizer's chat template refuses a conversation ({error}): it begins with "
-                    f"{shown(row.messages[0].content)} and has the turns {', '.join(m.role for m in row.messages)}"
-                ) from None
-            self.note("the chat template knows no system: what it says stands at the top of the next turn")
-            return joined, text
-
-    def prompt(self, row: Conversation) -> str:
-        """What the model reads before it writes its last turn."""
-        return self.accepted(Conversation(row.asked), ask=True)[1]
+class ChatTemplate(Template):
+    """A chat template, and which tokens of what it writes are the assistant's."""
 
     def written(self, row: Conversation) -> Written:
-        """The conversation up to the end of the assistant's last turn, and where the assistant speaks.
+        """The conversation up to the end of the assistant's last turn, and where the assistant speaks: what it is asked
+        with when it is tested (`prompt`), and what it is to write then.
 
-        Templates need not mark that. With a mark in the place of each of its turns, the template shows what stands
-        around them, whatever it does to earlier turns once there are later ones.
+        Templates need not mark where that is. With a mark in the place of a turn, the template shows what stands around
+        it, whatever it does to earlier turns once there are later ones.
         """
-        row, text = self.accepted(row)
-        numbers = [i for i, message in enumerate(row.messages) if message.role == ASSISTANT]
-        marked = [Message(m.role, MARK.format(i)) if i in numbers else m for i, m in enumerate(row.messages)]
-        around = self.render(marked)
-        turns: list[Span] = []
-        at, ended = 0, False
-        for i in numbers:
-            before, found, around = around.partition(MARK.format(i))
-            start = at + len(before)
-            if not found or not text.startswith(before, at):
-                raise UserError(
-                    "the tokenizer's chat template leaves out, or changes, turns of a conversation"
-                )
-            at = self._end(text, start, row.messages[i].content, around)
-            ended = bool(self.end) and around.startswith(self.end)
-            turns.append(
-                Span(self._beginning(text, start, row.messages[:i]), at + (len(self.end) if ended else 0))
-            )
-        return Written(text[: turns[-1].stop], turns, ended)
+        row, whole = self.accepted(row)
+        *earlier, last = [i for i, message in enumerate(row.messages) if message.is_to_learn]
+        start, stop = self._said(row, whole, last)
+        answer = Span(self._lead(whole, start), stop)
+        asked = self._prompt(row.before(last))
+        if asked is None:
+            text, begins = whole[: self._behind_end(whole, answer.stop)], answer.start
+            turns = [self._earlier(row, whole, i) for i in earlier]
+        else:
+            if whole.startswith(asked) and len(asked) <= answer.stop:
+                text = whole[: self._behind_end(whole, answer.stop)]
+            else:
+                self.note(OTHERWISE)
+                text = asked + self._answered(asked, row.messages[last], whole[answer.start : answer.stop])
+                text += self.end
+            begins = len(asked)
+            turns = [self._earlier(row.before(last), asked, i, ask=True) for i in earlier]
+        turns.append(Span(begins, len(text)))
+        if GENERATION.search(self._source(self._described(row))) and whole.startswith(text):
+            turns = [part for turn in turns for part in self._marked(row, text, turn)]
+        if any(
+            thought_of(row.messages[i]) not in text[slice(*turn)] for i, turn in zip([*earlier, last], turns)
+        ):
+            self.note("the chat template leaves out thoughts, as of earlier turns: those are not learned")
+        return Written(text, turns, bool(self.end) and text.endswith(self.end))
 
-    def _beginning(self, text: str, start: int, before: Sequence[Message]) -> int:
-        """Where the model begins to write: after the prompt that it gets, which may end before what it says does
-        begin (a space, an empty thought). There is none where the assistant speaks first, or where a template writes no
-        prompt after these turns."""
-        prompt = self._prompt(before)
-        if prompt is not None and text.startswith(prompt) and len(prompt) <= start:
-            return len(prompt)
+    def _marked(self, row: Conversation, text: str, turn: Span) -> list[Span]:
+        """The parts of a turn that the template itself says are the assistant's, and what ends them."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tools = self._described(row)
+        options: dict[str, Any] = {
+            "tools": tools or None,
+            "date_string": DATE,
+        } | self.tokenizer.special_tokens_map
+        rendered = render_jinja_template(
+            [[self._turn(message) for message in row.messages]],
+            chat_template=self._source(tools),
+            return_assistant_tokens_mask=True,
+            **options,
+        )
+        (spans,) = cast(tuple[Any, list[list[tuple[int, int]]]], rendered)[1]
+        inside = [(start, stop) for start, stop in spans if turn.start <= start and stop <= turn.stop]
+        return [Span(start, self._behind_end(text, stop)) for start, stop in inside] or [turn]
+
+    def _behind_end(self, text: str, at: int) -> int:
+        """What ends a turn belongs to it."""
+        return at + len(self.end) * text.startswith(self.end, at)
+
+    def _answered(self, asked: str, message: Message, said: str) -> str:
+        """What the assistant says after a prompt that may have begun its thought, or ended an empty one."""
+        begun = BEGUN.search(asked)
+        if begun is None:
+            return said
+        thought, answer = thought_of(message), parted(message.content)[1]
+        if begun[1] == CLOSE:
+            return answer
+        return f"{thought}\n{CLOSE}\n\n{answer}" if thought else f"{CLOSE}\n\n{answer}"
+
+    def _earlier(self, row: Conversation, text: str, number: int, *, ask: bool = False) -> Span:
+        """An earlier turn of the assistant's. It begins after the prompt that the model gets, which may end before what
+        it says does begin (a space, an empty thought). There is none where the assistant speaks first, or where a
+        template writes no prompt after these turns."""
+        said = self._said(row, text, number, ask=ask)
+        stop = self._behind_end(text, said.stop)
+        prompt = self._prompt(row.before(number))
+        if prompt is not None and text.startswith(prompt) and len(prompt) <= said.stop:
+            return Span(len(prompt), stop)
+        return Span(self._lead(text, said.start), stop)
+
+    def _lead(self, text: str, start: int) -> int:
         return start - len(self.lead) if text.endswith(self.lead, 0, start) else start
 
-    def _prompt(self, before: Sequence[Message]) -> str | None:
-        from jinja2 import TemplateError
-
+    def _prompt(self, before: Conversation) -> str | None:
         try:
-            return self.render(before, ask=True) if before else None
-        except TemplateError:
+            return self.render(before, ask=True) if before.messages else None
+        except refusals():
             return None
 
-    def _end(self, text: str, start: int, content: str, after: str) -> int:
-        """Where what was said ends: as it stands, without blanks around it, or as the template changes it."""
-        for said in (content, content.strip()):
-            if text.startswith(said, start):
-                return start + len(said)
-        following = after.partition(MARK.partition("{")[0])[0]
-        found = text.find(following, start) if following else len(text)
-        return len(text) if found < 0 else found
+    def _said(self, row: Conversation, text: str, number: int, *, ask: bool = False) -> Span:
+        """Where what one turn says stands in the conversation's text: where that differs if something else is said."""
+        mark = next(chr(code) for code in MARKS if chr(code) not in text)
+        around = self.render(row.changed(number, lambda turn: Message(turn.role, mark)), ask=ask)
+        before, found, after = around.partition(mark)
+        if not found:
+            raise UserError(
+                f"{f'{row.where}: ' if row.where else ''}the tokenizer's chat template leaves out, or changes, turns "
+                f"of a conversation"
+            )
+        start = len(before)
+        if not text.startswith(before):
+            start = len(PART_OF_TAG.sub("", text[: alike(before, text)]))
+        stop = len(text) - (len(after) if text.endswith(after) else alike(after[::-1], text[::-1]))
+        return Span(start, max(start, stop))
 
     @cached_property
     def exchanged(self) -> tuple[str, str, str]:
         """A question and its answer: the prompt, what the template writes before the answer, and what behind it."""
-        question = Message("user", "a")
-        prompt = self.render((question,), ask=True)
-        before, _, after = self.render((question, Message(ASSISTANT, MARK))).partition(MARK)
+        question, mark = Message("user", "a"), chr(MARKS[0])
+        prompt = self.render(Conversation((question,)), ask=True)
+        before, _, after = self.render(Conversation((question, Message(ASSISTANT, mark)))).partition(mark)
         return prompt, before, after
 
     @property
@@ -193,3 +192,8 @@ class ChatTemplate:
         """The tokens that end a turn: the end of text, and what the template writes."""
         ids = self.tokenizer(self.end.strip(), add_special_tokens=False)["input_ids"] if self.end else []
         return list(dict.fromkeys([self.tokenizer.eos_token_id, *ids]))
+
+
+def alike(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

@@ -17,13 +17,15 @@ from pf2lora.data.files import (
 )
 from pf2lora.errors import UserError, shown
 from pf2lora.parsing import BadJSON, parse_json, read_text
-from pf2lora.tasks.generation.conversations import (
-    Conversation,
+from pf2lora.tasks.generation.conversations import Conversation
+from pf2lora.tasks.generation.turns import (
     MessageColumn,
+    conversation,
     exchange,
     group_of,
     learnable,
     message_column,
+    unread_fields,
 )
 
 PROMPT_COLUMNS = ("prompt", "input", "source", "instruction", "mr", "context")
@@ -64,7 +66,7 @@ class Columns:
     def question(self, record: Record) -> PromptRow | Conversation:
         """The record as a row to be answered."""
         if self.chat:
-            return Conversation(exchange(record, self.prompt, self.context, None))
+            return conversation(exchange(record, self.prompt, self.context, None), record)
         return PromptRow(record.text(self.prompt), ())
 
 
@@ -120,7 +122,9 @@ def choose_columns(
     return Columns(prompt, target, context if is_chat else None, find_column(rest, GROUP_COLUMNS), is_chat)
 
 
-def rows_of(records: Sequence[Record], columns: Columns | MessageColumn) -> list[PromptRow | Conversation]:
+def rows_of(
+    records: Sequence[Record], columns: Columns | MessageColumn, notes: list[str] | None = None
+) -> list[PromptRow | Conversation]:
     there = columns_of(records)
     if isinstance(columns, MessageColumn):
         needed = [(columns.messages, "--messages")]
@@ -128,6 +132,11 @@ def rows_of(records: Sequence[Record], columns: Columns | MessageColumn) -> list
         needed = [(columns.prompt, "--prompt"), (columns.target or "", "--target")]
     for name, flag in needed:
         choose_column(there, name, (), records[0].file, flag)
+    if isinstance(columns, MessageColumn) or columns.chat:
+        unread = unread_fields(records, [name for name, _ in needed])
+        line = f"fields of turns that are not read: {', '.join(map(repr, unread))}"
+        if unread and notes is not None and line not in notes:
+            notes.append(line)
     return [columns.row(record) for record in records]
 
 

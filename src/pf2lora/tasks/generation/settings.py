@@ -11,7 +11,7 @@ from pf2lora.data.files import Record
 from pf2lora.errors import UnknownLabel, UserError, unknown
 from pf2lora.settings import require_not_negative, require_positive, setting
 from pf2lora.tasks.generation import e2e, webnlg
-from pf2lora.tasks.generation.conversations import Conversation, MessageColumn
+from pf2lora.tasks.generation.conversations import Conversation
 from pf2lora.tasks.generation.prompts import (
     Columns,
     PromptRow,
@@ -19,6 +19,7 @@ from pf2lora.tasks.generation.prompts import (
     question_columns,
     rows_of,
 )
+from pf2lora.tasks.generation.turns import MessageColumn, as_turn
 from pf2lora.tasks.settings import Dataset, TaskSettings
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class GenerationSettings(TaskSettings[TextRow]):
         chosen = self.chosen(like or records)
         if isinstance(chosen, MessageColumn) or chosen.chat:
             chosen = self.chosen(records)  # each client may have its own way to write conversations down
-        return rows_of(records, chosen)
+        return rows_of(records, chosen, notes)
 
     def chosen(self, records: Sequence[Record]) -> Columns | MessageColumn:
         return choose_columns(records, self.prompt, self.target, self.messages, self.chat)
@@ -161,8 +162,8 @@ class GenerationSettings(TaskSettings[TextRow]):
 
     def to_record(self, row: TextRow) -> dict[str, Any]:
         if isinstance(row, Conversation):
-            turns = [{"role": message.role, "content": message.content} for message in row.messages]
-            return {"messages": turns, "group": row.group}
+            tools = {"tools": list(row.tools)} if row.tools else {}
+            return {"messages": [as_turn(message) for message in row.messages], "group": row.group} | tools
         return {"prompt": row.prompt, "target": list(row.targets), "group": row.group}
 
     def asked(self, row: TextRow) -> tuple[str, ...]:
