@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from fastapi import FastAPI
 from little_world import command_line
@@ -47,7 +48,7 @@ def test_a_stranger_serves_a_run_from_another_folder_and_stops_it(
     tokens = tmp_path / "token"
     tokens.write_text(LONG + "\n")
     command = [sys.executable, "-m", "pf2lora", "serve", os.path.relpath(generation_run, tmp_path)]
-    flags = ["--port", "0", "--device", "cpu", "--token-file", "token"]
+    flags = ["--port", "0", "--device", "cpu", "--token-file", "token", "--batch", "1"]
     server = subprocess.Popen(
         [*command, *flags], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -62,7 +63,14 @@ def test_a_stranger_serves_a_run_from_another_folder_and_stops_it(
             assert json.load(answer)["choices"][0]["finish_reason"] in ("length", "stop")
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{address}/v1/nobody-asks%0athis", timeout=30)
-        server.send_signal(signal.SIGINT)
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=LONG, max_retries=0, timeout=30)
+        asked: Any = {"model": "base", "prompt": ["soup"] * 9, "max_tokens": 90, "temperature": 2}
+        ends: list[str | None] = []
+        for chunk in client.completions.create(**asked, stream=True):
+            if not ends:
+                server.send_signal(signal.SIGTERM)  # what runs is finished
+            ends.append(chunk.choices[0].finish_reason)
+        assert len([end for end in ends if end]) == 9
         _, said = server.communicate(timeout=30)
     finally:
         server.kill()
@@ -71,7 +79,8 @@ def test_a_stranger_serves_a_run_from_another_folder_and_stops_it(
     assert lines[0] == "models: common, north, south, west, base" and lines[2].startswith("a run of prompts")
     told = [line.split(" ", 2)[2] for line in lines[3:-1]]  # without date and time
     assert re.sub(r"\d\.\d\d", "…", "; ".join(told)) == (
-        "token POST /v1/completions north 200 … s; - GET /v1/nobody-asks%0athis - 404 … s"
+        "token POST /v1/completions north 200 … s; - GET /v1/nobody-asks%0athis - 404 … s; "
+        "token POST /v1/completions base 200 … s"
     )
     assert LONG not in said and "soup" not in said and "Traceback" not in said
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,6 +102,7 @@ def serve(
     server = make_server(app, limits, tls_cert, tls_key)
     socket.listen()  # from here on callers are heard, so the address can be told
     typer.echo(address_of(socket, host, tls=tls_cert is not None))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # once what runs is done, both end it alike
     with suppress(KeyboardInterrupt):  # which may come out of it, or end it
         server.run(sockets=[socket])
     typer.echo("stopped", err=True)

@@ -13,7 +13,7 @@ from pf2lora.data.files import Record
 from pf2lora.errors import UserError, one_line
 from pf2lora.run.saved import LoadedRun
 from pf2lora.serve.errors import bad_request
-from pf2lora.serve.worker import Worker, explained
+from pf2lora.serve.worker import Worker, check_device, explained
 
 
 @dataclass(eq=False)
@@ -54,6 +54,9 @@ class Answerer(Worker[RowsJob]):
                 except UserError as error:
                     job.tell(explained(error))
         self.done(jobs)
+
+    def reset(self) -> None:
+        check_device(self.loaded.device)
 
     def _answer(self, jobs: list[RowsJob]) -> None:
         """Each model's rows, of all its jobs, beside the other models'."""

@@ -12,10 +12,11 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pf2lora.serve.access import Access, Holder, is_loopback
 from pf2lora.serve.bodies import Body, ChatBody, CompletionBody, PredictBody, Sampled, parsed
-from pf2lora.serve.errors import ApiError, bad_request, gone_away, no_model, too_slow
+from pf2lora.serve.errors import ApiError, bad_request, gone_away, no_model, too_many, too_slow
 from pf2lora.serve.log import RequestLog
 from pf2lora.serve.replies import ChatReply, Reply
 from pf2lora.serve.service import Service, Texts
@@ -40,6 +41,7 @@ def create_app(service: Service, access: Access, log: Callable[[str], None] | No
     app = FastAPI(title="pf2lora", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service, app.state.access = service, access
     app.include_router(router)
+    app.add_middleware(Admission, most=service.limits.requests)
     if log is not None:
         app.add_middleware(RequestLog, tell=log)
     app.add_exception_handler(ApiError, refused)
@@ -55,6 +57,25 @@ async def refused(request: Request, error: Exception) -> Response:
     elif not isinstance(error, ApiError):
         error = ApiError(500, "the server failed")
     return JSONResponse(error.body(), error.status, error.headers)
+
+
+class Admission:
+    """At most so many requests at once; /health is answered beside them."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self.app, self.most, self.inside = app, most, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health":
+            return await self.app(scope, receive, send)
+        if self.inside >= self.most:
+            error = too_many()
+            return await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+        self.inside += 1
+        try:
+            return await self.app(scope, receive, send)
+        finally:
+            self.inside -= 1
 
 
 # --- who asks, and what --------------------------------------------------------------------------------------
@@ -186,7 +207,21 @@ async def written(request: Request, body: Sampled, texts: Texts, reply: Reply) -
         finally:
             texts.cancel()
     events = reply.events(texts.pieces(), with_usage=body.stream_options.include_usage)
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return Stream(texts, events)
+
+
+class Stream(StreamingResponse):
+    """Events, and an end to the writing wherever their sending ends: a caller may be gone before the first."""
+
+    def __init__(self, texts: Texts, events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.texts = texts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.texts.cancel()
 
 
 @router.post("/v1/predict")

@@ -48,6 +48,10 @@ def busy() -> ApiError:
     return ApiError(429, "too many requests are waiting; try again in a moment", code="queue_full")
 
 
+def too_many() -> ApiError:
+    return ApiError(503, "too many requests at once; try again in a moment", code="overloaded")
+
+
 def too_slow(seconds: float) -> ApiError:
     return ApiError(504, f"not finished within {seconds:g} seconds (--timeout)", code="timeout")
 
@@ -55,6 +59,10 @@ def too_slow(seconds: float) -> ApiError:
 def gone_away() -> ApiError:
     """For the log alone: nobody is there to read it."""
     return ApiError(499, "the caller went away")
+
+
+def broken() -> ApiError:
+    return ApiError(503, "the server has failed and must be started again", code="failed")
 
 
 def closing() -> ApiError:

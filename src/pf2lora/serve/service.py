@@ -30,6 +30,12 @@ class Limits:
     rows: int = 256  # of a request to /v1/predict
     length: int | None = None  # tokens of prompt and answer; None: the model's
     seconds: float = 120  # from a request to the end of its answer
+    silence: float = 30  # seconds that a caller may keep a connection without a whole request
+
+    @property
+    def requests(self) -> int:
+        """That may be there at once: those whose texts run or wait, and others that are read or refused meanwhile."""
+        return 2 * (self.batch + self.queue) + 16
 
 
 class Service:

@@ -12,7 +12,7 @@ from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.serve.batch import Row, RunningBatch
 from pf2lora.serve.prompts import Prompts
 from pf2lora.serve.text import GrowingText
-from pf2lora.serve.worker import Worker
+from pf2lora.serve.worker import Worker, check_device
 
 
 @dataclass(frozen=True)
@@ -98,3 +98,4 @@ class Writer(Worker[TextJob]):
 
     def reset(self) -> None:
         self.batch.clear()
+        check_device(self.batch.device)
