@@ -193,10 +193,10 @@ class Workload:
         }
         rows = replace(self.data, starts=self.data.starts[: clients + 1])
         workload = workloads.Workload(
-            configs.from_settings(own | settings, "benchmark"),
-            self.task,
-            [Client(name, [], []) for name in self.names[:clients]],
-            self.base,
+            config=configs.from_settings(own | settings, "benchmark"),
+            task=self.task,
+            clients=[Client(name, [], []) for name in self.names[:clients]],
+            base=self.base,
             train=rows,
             test=rows,
             validation=None,

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from pf2lora.core.method import Surroundings
 from pf2lora.core.randomness import generator
 from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.methods.feddpa import Mixture
-from pf2lora.run.set_up import method_in
+from pf2lora.run.set_up import method_in, surroundings
 
 if TYPE_CHECKING:
     from pf2lora.run.saved import LoadedRun
@@ -58,9 +57,16 @@ def mixture(run: LoadedRun) -> Mixture:
     if not issubclass(kind, Mixture):
         able = " or ".join(name for name in METHODS.own if issubclass(METHODS[name], Mixture))
         raise UserError(f"{run.saved.method} mixes no adapters: a weight per input is for runs of {able}")
-    layouts = run.model.common_layout, run.model.personal_layout
-    surroundings = Surroundings(layouts[0], run.model.spec.rank, 1, (0,), personal_layout=layouts[1])
-    method = method_in(run.config, run.saved.method, surroundings)
+    name, model = run.saved.method, run.model
+    alone = surroundings(
+        run.config,
+        name,
+        model.common_layout,
+        clients=1,
+        positions=(0,),
+        personal_layout=model.personal_layout,
+    )
+    method = method_in(run.config, name, alone)
     assert isinstance(method, Mixture)
     return method
 

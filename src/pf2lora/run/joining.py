@@ -24,9 +24,9 @@ from pf2lora.run.progress import track
 from pf2lora.run.result import Choice
 from pf2lora.run.rounds import evaluation_rounds
 from pf2lora.run.saved import LoadedRun
-from pf2lora.run.set_up import Trial, batch_source, method_in, method_settings, schedule_of
+from pf2lora.run.set_up import Trial, batch_source, method_in, method_settings, schedule_of, surroundings
 from pf2lora.run.validation import SampledJudges
-from pf2lora.run.workload import Workload, to_choose_by
+from pf2lora.run.workload import workload_of
 
 OWN, ADAPTED, LOCAL = "own", "adapted", "local"
 """A newcomer's candidates, beside `common` and `personal_steps`: its own adapter fitted on the common one, what a
@@ -63,35 +63,20 @@ class Joining:
         self.client_lr = client_lr
         if client_lr is None:
             self.client_lr = self.settings.get("client_lr", training.client_lr)
-        task, device = run.task, run.device
-        rows = task.encode([client.train], training=True).to(device)
-        (client,), validation, sample = to_choose_by(task, [client], rows)
-        self.workload = Workload(
-            self.config,
-            task,
-            [client],
-            run.model.model,
-            rows,
-            task.encode([client.test], training=False).to(device),
-            validation,
-            sample,
-            device,
-        )
+        self.workload = workload_of(self.config, run.task, [client], run.model.model, run.device)
 
     # --- the methods that are tried ---------------------------------------------------------------------------
 
     @cached_property
     def surroundings(self) -> Surroundings:
-        model, adapter = self.run.model, self.config.adapter
-        return Surroundings(
-            model.common_layout,
-            model.spec.rank,
-            *(1, (0,)),
-            self.config.model.precision,
-            model.personal_layout,
-            self.workload.validation is not None,
-            adapter.scaling,
-            adapter.client_scaling,
+        return surroundings(
+            self.config,
+            self.run.saved.method,
+            self.run.model.common_layout,
+            clients=1,
+            positions=(0,),
+            personal_layout=self.run.model.personal_layout,
+            validated=self.workload.validation is not None,
         )
 
     def newcomer(self) -> Newcomer:

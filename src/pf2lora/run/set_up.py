@@ -11,7 +11,7 @@ import torch
 
 from pf2lora.adapters.spec import AdapterSpec
 from pf2lora.adapters.two_level import TwoLevelModel
-from pf2lora.core.layout import Layout
+from pf2lora.core.layout import NO_LAYOUT, Layout
 from pf2lora.core.method import Loss, Method, State, Surroundings
 from pf2lora.core.randomness import participants
 from pf2lora.core.rates import RateSchedule, rate_in_numbers
@@ -114,16 +114,14 @@ def set_up(
         positions = (0,) if kind.pooled else share.here
         if place is not None:
             positions, clients = (place[0],), place[1]
-        run = Surroundings(
+        run = surroundings(
+            config,
+            name,
             model.common_layout,
-            method_table(config, name).get("rank", config.adapter.rank),
-            clients,
-            positions * len(seeds),
-            config.model.precision,
-            model.personal_layout,
+            clients=clients,
+            positions=positions * len(seeds),
+            personal_layout=model.personal_layout,
             validated=workload.validation is not None,
-            scaling=config.adapter.scaling,
-            client_scaling=config.adapter.client_scaling,
         )
         method = method_in(config, name, run)
         private = privacy.mechanism(config, kind, clients, seeds)
@@ -151,6 +149,30 @@ def set_up(
         raise
     loss = partial(workload.task.loss, model)
     return Trial(workload, seeds, model, method, loss, source, state, schedule, of_run=whole, shared=share)
+
+
+def surroundings(
+    config: Config,
+    name: str,
+    layout: Layout,
+    *,
+    clients: int,
+    positions: tuple[int, ...],
+    personal_layout: Layout = NO_LAYOUT,
+    validated: bool = False,
+) -> Surroundings:
+    """What a run tells the method called `name`."""
+    return Surroundings(
+        layout,
+        rank=method_table(config, name).get("rank", config.adapter.rank),
+        clients=clients,
+        positions=positions,
+        precision=config.model.precision,
+        personal_layout=personal_layout,
+        validated=validated,
+        scaling=config.adapter.scaling,
+        client_scaling=config.adapter.client_scaling,
+    )
 
 
 def method_table(config: Config, name: str) -> dict[str, Any]:
@@ -211,9 +233,7 @@ def adapter_spec(config: Config, name: str) -> AdapterSpec:
 
 def merging_method(config: Config, name: str, layout: Layout, clients: int) -> Method:
     """The method as a server has it, which merges and has no client at hand."""
-    rank = method_table(config, name).get("rank", config.adapter.rank)
-    run = Surroundings(layout, rank, clients, (), config.model.precision)
-    return method_in(config, name, run)
+    return method_in(config, name, surroundings(config, name, layout, clients=clients, positions=()))
 
 
 def batch_source(

@@ -31,7 +31,7 @@ WITHOUT_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """The task, its clients as tokens, and the base model on its device."""
 
@@ -78,23 +78,32 @@ def load_workload(
     task = build_task(config, agreed or config.task.labels(clients), metric)
     task.rooms = Rooms.of(config.training.most_per_pass, config.training.micro_batch)
     base = load_base(config, task, device)
+    workload = workload_of(config, task, clients, base, device)
+    check_lengths(config, base, workload.train, workload.test)
+    return replace(workload, notes=tuple(notes), weights=weights_digest(base), processes=current())
+
+
+def workload_of(
+    config: Config,
+    task: Task[Any, Any],
+    clients: Sequence[Client[Any]],
+    base: PreTrainedModel,
+    device: torch.device,
+) -> Workload:
+    """The clients' rows as tokens, beside a task and a base model that are there."""
     train = task.encode([client.train for client in clients], training=True).to(device)
     test = task.encode([client.test for client in clients], training=False).to(device)
     clients, validation, sample = to_choose_by(task, clients, train)
-    check_lengths(config, base, train, test)
     return Workload(
-        config,
-        task,
-        clients,
-        base,
-        train,
-        test,
-        validation,
-        sample,
-        device,
-        tuple(notes),
-        weights_digest(base),
-        current(),
+        config=config,
+        task=task,
+        clients=clients,
+        base=base,
+        train=train,
+        test=test,
+        validation=validation,
+        validation_sample=sample,
+        device=device,
     )
 
 

@@ -75,5 +75,16 @@ def build(folder: Path, out: Path, model: str, *, force: bool = False, traits: S
     anywhere = replace(config, model=replace(config.model, device="auto"))
     atomic.write_text(out / "config.toml", to_toml(anywhere))
     weights = weights_digest(base)
-    workload = Workload(config, task, clients, base, nothing, nothing, None, None, device, weights=weights)
+    workload = Workload(
+        config=config,
+        task=task,
+        clients=clients,
+        base=base,
+        train=nothing,
+        test=nothing,
+        validation=None,
+        validation_sample=None,
+        device=device,
+        weights=weights,
+    )
     return outcome.collect(plan, workload, folder, out, [], traits)
