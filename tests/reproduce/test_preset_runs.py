@@ -36,6 +36,7 @@ from pf2lora.run.set_up import adapter_spec
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = {"beams = 10": "beams = 1", "max_new_tokens = 64": "max_new_tokens = 2"}
 TRAINED = [name for name in preset_names() if not load_preset(name).counted]
+TABLES = Path(__file__).parents[2] / "benchmarks" / "results" / "tables"
 COUNTED = [name for name in preset_names() if load_preset(name).counted]
 
 
@@ -127,7 +128,11 @@ def test_every_run_of_each_preset(name: str, world: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", COUNTED)
 def test_what_is_counted_is_the_papers(name: str, tmp_path: Path) -> None:
     content = check_output(name, tmp_path, reproduce(name, "--out", tmp_path))
-    found = {(r["run"], r["method"], r["quantity"]): r["served"]["mean"] for r in content["rows"]}
+    found, stored = (
+        {(r["run"], r["method"], r["quantity"]): r["served"]["mean"] for r in of["rows"]}
+        for of in (content, json.loads((TABLES / f"{name}.json").read_text()))
+    )
+    assert found == pytest.approx(stored, rel=0.02) and content["runs"][0]["versions"]["torch"]
     if name == "costs":  # at RoBERTa's longest inputs, the paper's operations
         assert found["exact", "homlora", "tflops"] == pytest.approx(258.40, rel=2e-3)
         assert found["exact", "pf2lora", "tflops"] > 3 * found["exact", "homlora", "tflops"]

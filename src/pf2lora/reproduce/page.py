@@ -13,6 +13,7 @@ from pf2lora.reproduce.preset import Preset, Run
 from pf2lora.reproduce.running import same_prompt
 from pf2lora.reproduce.tables import Finding
 from pf2lora.run.config import Config, to_dict
+from pf2lora.run.made_with import versions
 from pf2lora.run.result import Point, SeedRun
 
 # Settings that say where and how a run was made, not what of the paper was changed.
@@ -63,7 +64,7 @@ def setting_lines(paper: Preset, findings: Sequence[Finding]) -> list[str]:
     originals = {run.name: run for run in paper.runs}
     lines: dict[str, list[str]] = {}
     for finding in findings:
-        made = [made_with(finding)] if finding.result is not None else []
+        made = [made_with(finding)]
         changed = changes(originals[finding.run.name], finding.run)
         for line in (*made, *(f"changed: {line}" for line in changed)):
             lines.setdefault(line, []).append(finding.run.label)
@@ -74,8 +75,9 @@ def setting_lines(paper: Preset, findings: Sequence[Finding]) -> list[str]:
 
 
 def made_with(finding: Finding) -> str:
-    """`roberta-base, float32, seeds 0 to 2, cuda:0 (NVIDIA H200), torch 2.13.0`."""
-    assert finding.result is not None
+    """`roberta-base, float32, seeds 0 to 2, cuda:0 (NVIDIA H200), torch 2.13.0`; what is counted has no machine."""
+    if finding.result is None:
+        return f"counted with torch {versions()['torch']}, transformers {versions()['transformers']}"
     config, result = finding.run.config, finding.result
     first, count = config.training.seed, config.training.seeds
     seeds = f"seed {first}" if count == 1 else f"seeds {first} to {first + count - 1}"
@@ -186,7 +188,7 @@ def _run(finding: Finding) -> dict[str, Any]:
         "counted": finding.counted,
         "scores": None if result is None else {name: _scores(m.runs) for name, m in result.methods.items()},
         "machine": result.machine if result else None,
-        "versions": result.versions if result else None,
+        "versions": result.versions if result else versions(),
         "created": result.created if result else None,
         "diverged": list(finding.diverged),
         "grid": [asdict(search) | {"chosen": search.chosen} for search in finding.searches],
