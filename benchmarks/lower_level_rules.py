@@ -137,9 +137,8 @@ class Seldom(Rule):
     name: ClassVar[str] = "seldom-sized"
     label: ClassVar[str] = "PF2LoRA, seldom sized"
 
-    def resizes_before(self, number: int, steps: int, batches: Fraction) -> bool:
-        done = (number - 1) * steps
-        return self.resizes and number > 1 and done // self.between > (done - steps) // self.between
+    def resizes_before(self, done: int, steps: int, batches: Fraction) -> bool:
+        return self.resizes and done > 0 and done // self.between > (done - steps) // self.between
 
 
 @dataclass(frozen=True)

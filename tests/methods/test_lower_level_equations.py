@@ -221,8 +221,8 @@ def test_seldom_sized_means_after_so_many_steps() -> None:
     p = problem()
     method = made(rules.Seldom, p, between=40)
     rows = Fraction(4)
-    assert [number for number in range(1, 14) if method.resizes_before(number, 10, rows)] == [5, 9, 13]
-    assert [number for number in range(1, 5) if method.resizes_before(number, 100, rows)] == [2, 3, 4]
-    assert not made(rules.Seldom, p, rescale="never").resizes_before(5, 10, rows)
+    assert [done for done in range(0, 130, 10) if method.resizes_before(done, 10, rows)] == [40, 80, 120]
+    assert [done for done in range(0, 400, 100) if method.resizes_before(done, 100, rows)] == [100, 200, 300]
+    assert not made(rules.Seldom, p, rescale="never").resizes_before(40, 10, rows)
     always = made(rules.Seldom, p, between=1)
-    assert [number for number in range(1, 5) if always.resizes_before(number, 10, rows)] == [2, 3, 4]
+    assert [done for done in range(0, 40, 10) if always.resizes_before(done, 10, rows)] == [10, 20, 30]

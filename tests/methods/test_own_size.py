@@ -189,7 +189,11 @@ def rounds_with_a_resizing(
     kind: type[OwnSize], steps: int, batches: Fraction, rounds: int = 400
 ) -> list[int]:
     method = kind(regression_problem().layout, client_lr="auto", personal_layout=OWN)
-    return [number for number in range(1, rounds + 1) if method.resizes_before(number, steps, batches)]
+    return [
+        number
+        for number in range(1, rounds + 1)
+        if method.resizes_before((number - 1) * steps, steps, batches)
+    ]
 
 
 def test_few_rows_are_asked_before_every_round_and_many_less_often() -> None:
@@ -202,7 +206,7 @@ def test_few_rows_are_asked_before_every_round_and_many_less_often() -> None:
     assert rounds_with_a_resizing(PF2LoRA, 100, many, 5) == [2, 3, 4, 5]
     assert rounds_with_a_resizing(PF2LoRA, 10, Fraction(0)) == []  # nobody to ask
     fixed = PF2LoRA(regression_problem().layout, client_lr=0.1, personal_layout=OWN)
-    assert not fixed.resizes_before(4, 10, many)
+    assert not fixed.resizes_before(30, 10, many)
 
 
 @pytest.mark.parametrize("kind", [PF2LoRA, PF2LoRAJoint])

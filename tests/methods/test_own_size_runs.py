@@ -111,6 +111,32 @@ def test_who_asks_before_a_round_and_who_does_not_share_a_pass() -> None:
     assert (everybody.y != nobody.y).any(1).all()
 
 
+def test_sizes_are_tried_by_each_clients_own_steps() -> None:
+    """One of three clients takes part in a round of ten steps: it is sized before its fifth, its ninth …, also in a run
+    that was broken off and goes on."""
+    world = Linear()
+    p = world.problem
+    method = PF2LoRA(
+        p.layout, lr=0.02, client_lr="auto", personal_layout=world.own, hypergradient_mode="none"
+    )
+    schedule, judges = Schedule(rounds=24, steps=10, participation=0.3), SomeRounds(world.judges)
+    took_part, sized, kept = [0] * CLIENTS, [], []
+    for done in train(method, p.F, method.init(p.x, p.y), p.source, schedule, judges=judges):
+        (k,) = done.participants
+        assert judges.seen == ([[k]] if took_part[k] in (4, 8) else []), done.number
+        sized.extend(judges.seen)
+        judges.seen.clear()
+        took_part[k] += 1
+        kept.append(done.kept())
+    assert len(sized) > CLIENTS and max(took_part) < 13
+    half = kept[11]
+    again = train(
+        *(method, p.F, half.served, p.source, schedule), judges=SomeRounds(world.judges), after=half.after
+    )
+    *_, last = again
+    assert torch.equal(last.served.y, kept[-1].served.y)
+
+
 def run(kind: type[OwnSize], client_lr: Any, **options: Any) -> list[Round]:
     world = Linear()
     p = world.problem

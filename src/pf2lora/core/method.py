@@ -153,9 +153,9 @@ class Method(ABC):
         """Whether `resize` does something: the client asks its validation rows."""
         return False
 
-    def resizes_before(self, number: int, steps: int, batches: Fraction) -> bool:
-        """Whether it does before round `number`, of so many `steps`, where the client has so many batches' worth of
-        validation rows to ask; always before a model is used."""
+    def resizes_before(self, done: int, steps: int, batches: Fraction) -> bool:
+        """Whether it does before a round of so many `steps`, where the client has `done` so many in its rounds before,
+        and so many batches' worth of validation rows to ask; always before a model is used."""
         return False
 
     # --- set-up ---------------------------------------------------------------------------------------------

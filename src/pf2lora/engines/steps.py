@@ -158,8 +158,8 @@ class LocalTraining:
                     told.steps.clear()
                     after = alike.index(together[-1]) + 1
                     part = travel.fetch(together, alike[after : after + len(together)])
-                    part = self.resized(part, together, number)
                     done = [steps_done[i] for i in together]
+                    part = self.resized(part, together, done)
                     rates = self.rates.of_round(variant, together, number, part.x)
                     how = told, self.stepper, rates
                     return part, *local_steps(
@@ -181,15 +181,16 @@ class LocalTraining:
                     del part, trained  # the next pass needs their memory
         return trained_so_far
 
-    def resized(self, part: State, together: Sequence[int], number: int) -> State:
-        """The learners' states after those of them whose turn it is have asked their validation rows."""
+    def resized(self, part: State, together: Sequence[int], steps_done: Sequence[int]) -> State:
+        """The learners' states after those of them whose turn it is, by their own steps, have asked their validation
+        rows."""
         judges, method = self.judges, self.method
         if judges is None or not method.resizes:
             return part
         due = [
             column
-            for column, i in enumerate(together)
-            if method.resizes_before(number, self.steps, judges.batches(i))
+            for column, (i, done) in enumerate(zip(together, steps_done))
+            if method.resizes_before(done, self.steps, judges.batches(i))
         ]
         if not due:
             return part

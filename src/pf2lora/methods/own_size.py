@@ -57,12 +57,12 @@ class OwnSize(Method):
     def resizes(self) -> bool:
         return self.client_lr == AUTO
 
-    def resizes_before(self, number: int, steps: int, batches: Fraction) -> bool:
-        """As often as costs a twentieth of the training: few rows are asked before every round, many less often. The
-        size of what is served is tried in any case."""
-        if not self.resizes or number == 1 or batches == 0:
+    def resizes_before(self, done: int, steps: int, batches: Fraction) -> bool:
+        """As often as costs a twentieth of the training, by the client's own steps: few rows are asked before every
+        round, many less often. The size of what is served is tried in any case."""
+        if not self.resizes or done == 0 or batches == 0:
             return False
-        done, between = (number - 1) * steps, self.steps_between(batches)
+        between = self.steps_between(batches)
         return done // between > (done - steps) // between
 
     @classmethod

@@ -143,7 +143,7 @@ class SiteSession:
         if fields.get("measure_served"):
             answer |= self.setup.policy.leaving(self.models.served(state, saved, number - 1))
         judges = SampledJudges(trial) if self.models.validated else None
-        if judges and method.resizes_before(number, self.steps, judges.batches(0)):
+        if judges and method.resizes_before(saved.steps, self.steps, judges.batches(0)):
             state = method.resize(state, judges([0]))
         (variant,) = method.variants_for_round(state, number)
         began = state
