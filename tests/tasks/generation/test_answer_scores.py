@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from chat_templates import chat_tokenizer
+from chat_templates import TEMPLATES, chat_tokenizer
 
 from pf2lora.tasks.generation import rouge
 from pf2lora.tasks.generation.conversations import Conversation, Message
@@ -77,3 +77,24 @@ def test_the_headline_is_taken_again_on_resampled_answers() -> None:
     assert task.resampled([Continuation(1.0, 1, None)] * 3, rows, draws) is None
     plain = Generation(chat_tokenizer(), GenerationSettings())
     assert plain.resampled(answers, rows, draws) is None
+
+
+def test_thoughts_and_what_follows_a_turn_are_not_compared() -> None:
+    """Of an answer and of its reference; a thought that never ends is followed by no answer."""
+    task = Generation(chat_tokenizer(TEMPLATES["chatml"]), GenerationSettings(), scores="answers", chat=True)
+    reference = "<think>\nWhere was it?\n</think>\n\nUnder it.<|im_end|>"
+    row: TextRow = Conversation((Message("user", "a"), Message("assistant", reference)))
+    for text, right in (
+        ("Under it.", 1.0),
+        ("<think>\nOh.\n</think>\n\nUnder it.", 1.0),
+        ("Oh.\n</think>\n\nUnder it.", 1.0),  # a prompt had begun the thought
+        ("Under it.<|im_end|>\n<|im_start|>user", 1.0),
+        ("<think>\nUnder it.", 0.0),
+    ):
+        answers = [Continuation(1.0, 1, text)]
+        found = task.score(answers, [row])
+        assert (found["exact_match"], found["rouge_l"]) == (right, right), text
+        resampled = task.resampled(answers, [row], np.array([[0]]))
+        assert resampled is not None and resampled.tolist() == [right]
+    plain = Generation(chat_tokenizer(), GenerationSettings(), scores="answers")
+    assert plain.encoder.compared("<think>a</think>b") == "<think>a</think>b"

@@ -18,6 +18,7 @@ from pf2lora.tasks.generation.chat import ChatTemplate
 from pf2lora.tasks.generation.conversations import Conversation
 from pf2lora.tasks.generation.packing import pack
 from pf2lora.tasks.generation.settings import GenerationSettings, TextRow
+from pf2lora.tasks.generation.thoughts import parted
 from pf2lora.tasks.generation.tokens import Tokens
 
 LEAST = 2  # target tokens that an example must keep in its window: one, and the end of its text
@@ -105,6 +106,15 @@ class Encoder:
     def stops(self) -> list[int]:
         """The tokens after which nothing more is written."""
         return self.chat.stops() if self.writes_turns else [self.tokenizer.eos_token_id]
+
+    def compared(self, text: str) -> str:
+        """What of a text is compared with a reference's: in a conversation the answer, without the thought before it
+        and what stands behind the end of its turn."""
+        if not self.writes_turns:
+            return text
+        for end in self.stops:
+            text = text.partition(str(self.tokenizer.convert_ids_to_tokens(end)))[0]
+        return parted(text)[1]
 
     def examples(self, rows: Sequence[TextRow]) -> list[list[Tokens]]:
         """Each row's examples, as long as they are: a conversation, or a prompt with each of its targets."""

@@ -28,7 +28,7 @@ from pf2lora.errors import UserError, listed
 from pf2lora.tasks.answering import predict_rows
 from pf2lora.tasks.base import Example, Scores, Shown, Task
 from pf2lora.tasks.generation import scores as nlg
-from pf2lora.tasks.generation.decoding import Decoding, left_padded
+from pf2lora.tasks.generation.decoding import Decoding, cut_at_end, end_tokens, left_padded
 from pf2lora.tasks.generation.encoding import Encoder, PromptExamples
 from pf2lora.tasks.generation.java import one_meteor
 from pf2lora.tasks.generation.prompts import PromptRow
@@ -206,7 +206,8 @@ class Generation(Task[TextRow, Continuation]):
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, prompts: Encoded
     ) -> list[list[str]]:
         decoding = Decoding.of(self.settings, chat=self.encoder.writes_turns)
-        config = decoding.config(self.encoder.stops, self.pad)
+        ends = end_tokens(self.encoder.stops, model.model)
+        config = decoding.config(ends, self.pad)
 
         def answer(common: Tensor, personal: Tensor, batch: Batch) -> list[str]:
             ids, mask = left_padded(batch.tensors["input_ids"], batch.tensors["attention_mask"], self.pad)
@@ -215,7 +216,8 @@ class Generation(Task[TextRow, Continuation]):
                 found = base.generate(  # type: ignore[operator]
                     input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors
                 )
-            texts: list[str] = self.tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True)
+            written = [cut_at_end(tokens, ends) for tokens in found[:, ids.shape[1] :].tolist()]
+            texts: list[str] = self.tokenizer.batch_decode(written, skip_special_tokens=True)
             return [text.strip() for text in texts]
 
         prompts = prompts.to(model.model.device)
@@ -236,13 +238,16 @@ class Generation(Task[TextRow, Continuation]):
         tokens = sum(p.tokens for p in predictions)
         loss = sum(p.loss for p in predictions) / tokens if tokens else None
         losses: Scores = {"loss": loss, "perplexity": None if loss is None else math.exp(min(loss, 700.0))}
-        texts = [p.text for p in predictions if p.text is not None]
+        texts = [self.encoder.compared(p.text) for p in predictions if p.text is not None]
         if not texts:
             return losses
-        found = self.scorer(texts, [row.targets for row in rows])
+        found = self.scorer(texts, [self._references(row) for row in rows])
         for name, reason in found.absent.items():
             self.note(f"no {TEXT_METRICS[name].label}: {reason}")
         return {name: found.values.get(name) for name in self.metrics if name not in losses} | losses
+
+    def _references(self, row: TextRow) -> list[str]:
+        return [self.encoder.compared(target) or target for target in row.targets]
 
     def resampled(
         self, predictions: Sequence[Continuation], rows: Sequence[TextRow], draws: np.ndarray
@@ -250,8 +255,10 @@ class Generation(Task[TextRow, Continuation]):
         """ROUGE-L of answers is a mean over them; the other scores are of all texts together."""
         if next(iter(self.metrics)) != "rouge_l" or any(p.text is None for p in predictions):
             return None
-        both = zip(predictions, rows)
-        found = [nlg.answer_scores([p.text or ""], [row.targets]).values["rouge_l"] for p, row in both]
+        both = [
+            (self.encoder.compared(p.text or ""), self._references(row)) for p, row in zip(predictions, rows)
+        ]
+        found = [nlg.answer_scores([text], [references]).values["rouge_l"] for text, references in both]
         return np.array(found)[draws].mean(1)
 
     def describe(self, rows: Sequence[TextRow]) -> dict[str, int]:
