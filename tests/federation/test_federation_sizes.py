@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_federation import SITES, local_run, make_plan, make_small
+from small_federation import (
+    SITES,
+    Small,
+    local_run,
+    make_plan,
+    make_small,
+    write_data,
+    write_model,
+    write_site_file,
+)
 from validated_federation import AUTO
 
 from pf2lora.core.choice import Judge
 from pf2lora.core.method import State
+from pf2lora.data.client import Client
 from pf2lora.methods.pf2lora import PF2LoRA
+from pf2lora.run import workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,3 +71,34 @@ def test_a_site_tries_sizes_by_its_own_steps_as_a_local_client_does(
     for k, site in enumerate(SITES):
         own = small.sessions[site].folder.newest_before(99, small.setups[site].initial).state
         assert (own.y[0] - state.y[k]).abs().max() <= 1e-5 < own.y[0].abs().max()
+
+
+@pytest.mark.usefixtures("sized_every_round")
+def test_a_client_without_validation_rows_trains_as_a_site_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the fixed rate, beside a client that finds its own size."""
+    plan = make_plan("pf2lora", SITES[:2], config=AUTO | {"hypergradient_mode": "none", "personal_steps": 0})
+    write_model(tmp_path / "model")
+    write_data(tmp_path, SITES[:2])
+    files = {
+        site: write_site_file(tmp_path / "sites" / site / "site.toml", tmp_path, site) for site in plan.sites
+    }
+    lines = files["site-2"].read_text().splitlines()
+    kept = [line for line in lines if not line.startswith("validation")]
+    files["site-2"].write_text("\n".join([*kept, "validation_ratio = 0.0\n"]))
+    small = Small(plan, tmp_path, files)
+    small.run()
+    original = workload.load_clients
+
+    def all_but_one(*args: Any, **more: Any) -> list[Client[Any]]:
+        first, second = original(*args, **more)
+        return [first, replace(second, validation=[])]
+
+    monkeypatch.setattr(workload, "load_clients", all_but_one)
+    state, common, _ = local_run(tmp_path, plan)
+    assert small.coordinator.common is not None
+    assert (small.coordinator.common - common).abs().max() <= 1e-5
+    for k, site in enumerate(plan.sites):
+        own = small.sessions[site].folder.newest_before(99, small.setups[site].initial).state
+        assert (own.y[0] - state.y[k]).abs().max() <= 1e-5

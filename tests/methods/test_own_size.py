@@ -111,7 +111,8 @@ def test_without_validation_rows_auto_is_a_fixed_rate(kind: type[OwnSize]) -> No
     layout = regression_problem().layout
     own = Layout((Entry("w", "D", (2, 3)),), 0)
     blind, sighted = (
-        Surroundings(layout, 4, 3, (0, 1, 2), personal_layout=own, validated=known) for known in (False, True)
+        Surroundings(layout, 4, 3, (0, 1, 2), personal_layout=own, validated=(known,) * 3)
+        for known in (False, True)
     )
     found = kind.set_up(blind, {"client_lr": "auto", "lr": 0.3})
     assert (found.client_lr, found.resizes, found.rate, found.lr) == (FIXED, False, FIXED, 0.3)
@@ -120,6 +121,21 @@ def test_without_validation_rows_auto_is_a_fixed_rate(kind: type[OwnSize]) -> No
     assert found.personal_layout == own and found.layout == layout
     for run in (blind, sighted):
         assert kind.set_up(run, {"client_lr": 0.5}).client_lr == 0.5
+
+
+@pytest.mark.parametrize("kind", [PF2LoRA, PF2LoRAJoint])
+def test_who_has_no_validation_rows_steps_at_the_fixed_rate(kind: type[OwnSize]) -> None:
+    """Beside clients that have some, as alone: no step is shortened, whatever α the others have."""
+    p = regression_problem()
+    run = Surroundings(p.layout, 4, 3, (0, 1, 2), validated=(True, False, True))
+    alone = Surroundings(p.layout, 4, 3, (1,), validated=(False,))
+    settings = {"client_lr": "auto", "lr": 1e-6}
+    method, fixed = kind.set_up(run, settings), kind.set_up(alone, settings)
+    first, without, last = method.variants_for_round(method.init(p.x, p.y), 1)
+    assert first == last == method and method.resizes
+    assert (without.client_lr, without.longest(p.y)) == (FIXED, None)  # type: ignore[attr-defined]
+    assert torch.equal(step(without, p).y, step(fixed, p).y)  # type: ignore[arg-type]
+    assert (step(without, p).y != step(method, p).y).any()  # type: ignore[arg-type]
 
 
 # ---- the size ----

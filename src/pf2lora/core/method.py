@@ -91,7 +91,7 @@ def variable(tensor: Tensor) -> Tensor:
 class Surroundings:
     """What a run tells a method that is set up: the common adapter's `layout` and the client's own, the run's rank r,
     how many `clients` there are in all and at which `positions` among them are those at hand (a site of a federation
-    has one), the base model's `precision`, whether clients have validation rows to choose by, and s and s̃."""
+    has one), the base model's `precision`, which of these have validation rows to choose by, and s and s̃."""
 
     layout: Layout
     rank: int
@@ -99,7 +99,7 @@ class Surroundings:
     positions: tuple[int, ...]
     precision: str = "float32"
     personal_layout: Layout = NO_LAYOUT
-    validated: bool = False
+    validated: tuple[bool, ...] = ()
     scaling: float = 1.0
     client_scaling: float = 1.0
 

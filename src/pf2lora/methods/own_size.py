@@ -1,9 +1,10 @@
-"""A lower level that finds its own size: `client_lr = "auto"`."""
+"""A lower level that finds its own size: `client_lr = "auto"`. A client without validation rows, which has nothing to
+find one by, has a fixed α instead, wherever it is: beside others that have rows, or alone at its site."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self
 
@@ -30,18 +31,29 @@ class OwnSize(Method):
 
     client_lr: float | Literal["auto"] = AUTO
     personal_layout: Layout = NO_LAYOUT
+    validated: tuple[bool, ...] = ()  # which of the clients at hand have validation rows; empty: all
 
-    derived: ClassVar[frozenset[str]] = frozenset({"layout", "personal_layout"})
+    derived: ClassVar[frozenset[str]] = frozenset({"layout", "personal_layout", "validated"})
     two_level: ClassVar[bool] = True
     per_client: ClassVar[frozenset[str]] = Method.per_client | {"client_lr"}
     scheduled: ClassVar[tuple[str, ...]] = ("lr", "client_lr")
 
     @classmethod
     def set_up(cls, run: Surroundings, settings: Mapping[str, Any]) -> Self:
-        """Without validation rows there is nothing to find a size by."""
-        if settings.get("client_lr") == AUTO and not run.validated:
+        """Where nobody has validation rows α is fixed for all."""
+        if settings.get("client_lr") == AUTO and not any(run.validated):
             settings = dict(settings) | {"client_lr": FIXED}
         return super().set_up(run, settings)
+
+    def variants_for_round(self, s: State, number: int) -> list[Method]:
+        """α is fixed for those who have no validation rows."""
+        found = super().variants_for_round(s, number)
+        if not self.resizes or all(self.validated):
+            return found
+        return [
+            method if known else replace(method, client_lr=FIXED)  # type: ignore[call-arg]
+            for method, known in zip(found, self.validated, strict=True)
+        ]
 
     @classmethod
     def adapter_ranks(cls, rank: int, client_rank: int, given: Mapping[str, Any]) -> tuple[int, int]:

@@ -76,7 +76,7 @@ class Joining:
             clients=1,
             positions=(0,),
             personal_layout=self.run.model.personal_layout,
-            validated=self.workload.validation is not None,
+            validated=(self.workload.validation is not None,),
         )
 
     def newcomer(self) -> Newcomer:

@@ -121,7 +121,7 @@ def set_up(
             clients=clients,
             positions=positions * len(seeds),
             personal_layout=model.personal_layout,
-            validated=workload.validation is not None,
+            validated=tuple(bool(client.validation) for client in workload.clients) * len(seeds),
         )
         method = method_in(config, name, run)
         private = privacy.mechanism(config, kind, clients, seeds)
@@ -159,7 +159,7 @@ def surroundings(
     clients: int,
     positions: tuple[int, ...],
     personal_layout: Layout = NO_LAYOUT,
-    validated: bool = False,
+    validated: tuple[bool, ...] = (),
 ) -> Surroundings:
     """What a run tells the method called `name`."""
     return Surroundings(
