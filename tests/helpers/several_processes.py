@@ -29,24 +29,28 @@ def in_processes(size: int, work: Callable[[Processes], Any]) -> list[Any]:
     return found
 
 
-def launched(size: int, work: Callable[[int], Any]) -> tuple[list[int], list[Any]]:
-    """As torchrun starts them: `work` gets its number, and joins the others by the environment."""
+def launched(size: int, work: Callable[[int], Any], *, nodes: bool = False) -> tuple[list[int], list[Any]]:
+    """As torchrun starts them: `work` gets its number, and joins the others by the environment. With `nodes`, each is
+    on a machine of its own, and torchrun keeps the place where they meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if nodes else None
 
     def in_environment(rank: int) -> Any:
         said: dict[str, object] = {
             "RANK": rank,
-            "LOCAL_RANK": rank,
+            "LOCAL_RANK": 0 if nodes else rank,
             "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": 1 if nodes else size,
         }
-        said |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        said |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": nodes}
         os.environ.update({name: str(value) for name, value in said.items()})
         return work(rank)
 
-    return started(size, in_environment, met=False)
+    found = started(size, in_environment, met=False)
+    del kept
+    return found
 
 
 def started(size: int, work: Callable[[Any], Any], *, met: bool = True) -> tuple[list[int], list[Any]]:

@@ -226,8 +226,7 @@ def command(rank: int, *args: object, place: Path) -> None:
 
 
 def said(place: Path, size: int) -> list[tuple[str, str]]:
-    names = ((f"stdout-{rank}", f"stderr-{rank}") for rank in range(size))
-    return [((place / out).read_text(), (place / err).read_text()) for out, err in names]
+    return [((place / f"stdout-{r}").read_text(), (place / f"stderr-{r}").read_text()) for r in range(size)]
 
 
 def words(world: World, out: Path) -> list[str]:
@@ -242,8 +241,8 @@ def test_the_first_process_speaks_and_writes(world: World, tmp_path: Path) -> No
     assert codes == [0, 0], (first, second)
     assert "Use it:" in first[0] and second == ("", "")
     assert load_result(tmp_path / "run").machine["processes"] == 2
-    codes, _ = launched(2, lambda rank: command(rank, *args, "--resume", place=tmp_path))
-    assert codes == [0, 0] and "nothing is left to do" in "".join(said(tmp_path, 2)[0])
+    assert launched(2, lambda rank: command(rank, *args, "--resume", place=tmp_path))[0] == [0, 0]
+    assert "nothing is left to do" in "".join(said(tmp_path, 2)[0])
 
 
 def test_a_launched_process_alone_is_one_that_nobody_launched(world: World, tmp_path: Path) -> None:
@@ -287,6 +286,19 @@ def test_bad_input_is_one_line_from_one_process(world: World, tmp_path: Path) ->
     with patch("pf2lora.run.workload.check_lengths", failing_second):
         codes, _ = launched(2, lambda rank: command(rank, *words(world, tmp_path / "new"), place=tmp_path))
     assert codes == [2, 2] and [err for _, err in said(tmp_path, 2)] == ["pf2lora: too long here\n", ""]
+
+
+@pytest.mark.parametrize("wrong", [(0, 1), (1,)])
+def test_of_several_machines_one_process_says_what_is_wrong(wrong: tuple[int, ...], tmp_path: Path) -> None:
+    """Before they have met, each the first of its machine; there may be one alone that finds it."""
+
+    def work(rank: int) -> None:
+        if rank in wrong:
+            command(rank, "train", "nowhere.toml", place=tmp_path)
+
+    assert launched(2, work, nodes=True)[0] == [2 if rank in wrong else 0 for rank in range(2)]
+    spoken = [(tmp_path / f"stderr-{rank}").read_text() for rank in wrong]
+    assert spoken == ["pf2lora: nowhere.toml: no such config file\n", ""][: len(wrong)]
 
 
 def failing_second(*args: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +65,45 @@ def test_two_processes_are_one(
     two, one = load_result(tmp_path / "two"), load_result(tmp_path / "one")
     assert two.machine["processes"] == 2
     assert_same(two, one, 1e-5)
+
+
+def test_of_two_machines_one_process_writes_and_speaks(world: World, tmp_path: Path) -> None:
+    """Two launchers, each in a folder of its own, as on machines that share nothing but the clients' files."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    args = words(world, Path("run"), "cpu", rounds=1, steps=1, personal_steps=0, lr=1e-3)
+    nodes = []
+    for number in range(2):
+        there = [
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(number),
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            port,
+        ]
+        start = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *there,
+            "--nproc-per-node",
+            "1",
+            "-m",
+            "pf2lora",
+        ]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        nodes.append(subprocess.Popen([*start, *args], cwd=folder, env=environment(), **pipes))
+    said = [node.communicate(timeout=240) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "Use it:" in said[0][0] and said[1] == ("", "")
+    assert load_result(tmp_path / "0" / "run").machine["processes"] == 2
+    assert not list((tmp_path / "1").iterdir())
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def join(device: str = "auto") -> Processes:
             backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
         )
     except (RuntimeError, ValueError) as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        where = "{}:{}".format(*place())
         reason = (str(error).splitlines() or [""])[0]
         raise UserError(f"the processes of this run do not find each other at {where} ({reason})") from None
     _stores.append(dist.PrefixStore("pf2lora", store))
@@ -113,15 +113,28 @@ def speaks(error: BaseException) -> bool:
         return True
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, once one has ended: this one is about to
-    if not _stores:
-        return os.environ.get("LOCAL_RANK", "0") == "0"
-    if os.environ["RANK"] != "0":
-        time.sleep(LATER)
+    first = os.environ["RANK"] == "0"
     try:
-        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), LATER).close()
-        return bool(_stores[0].add("said", 1) == 1)
-    except (OSError, RuntimeError):  # who kept the count is gone: unless it was killed, it has spoken
-        return type(error).__name__ == "ProcessLost"
+        for wait in (0.0, 0.0 if first else LATER):
+            time.sleep(wait)
+            socket.create_connection(place(), LATER).close()
+        return bool((_stores[0] if _stores else meeting_place()).add("said", 1) == 1)
+    except (OSError, RuntimeError):
+        # Who kept the count is gone: unless it was killed, it has spoken. Before they met, there may be none yet.
+        return type(error).__name__ == "ProcessLost" if _stores else first
+
+
+def place() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def meeting_place() -> Any:
+    """Where the processes are to meet, for one that does not come: torchrun keeps it, on whichever machine."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(
+        "pf2lora", dist.TCPStore(*place(), is_master=False, timeout=timedelta(seconds=LATER))
+    )
 
 
 def command_prefix() -> str:
