@@ -7,15 +7,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from regret_world import made_up, make_benchmark, together
 
+from pf2lora.cli.reproduce_dry_run import timed_task
 from pf2lora.errors import UserError
 from pf2lora.reproduce.regret import records, runs
 from pf2lora.reproduce.regret.records import Try
-from pf2lora.reproduce.regret.runs import TUNING_SEED, Plan, best, tune
+from pf2lora.reproduce.regret.runs import TUNING_SEED, Plan, best, config_of_tries, tune
 from pf2lora.reproduce.regret.show import draw, markdown
 from pf2lora.reproduce.regret.summary import summarize
 from pf2lora.reproduce.regret.tasks import TASKS
@@ -27,8 +29,11 @@ from pf2lora.reproduce.regret.variants import (
     check_tries,
     variants,
 )
+from pf2lora.run import dry_run
 from pf2lora.run.config import Config, from_settings, merged
 from pf2lora.run.tries import deployed_loss, on_validation_rows, run_tries
+from pf2lora.run.work import work_of_rounds
+from pf2lora.run.workload import load_workload
 
 
 def tuned(variant: Variant, losses: Sequence[float | None], **changes: Any) -> list[Try]:
@@ -197,3 +202,23 @@ def test_one_try_is_the_default_without_a_run(tmp_path: Path) -> None:
 def test_a_reported_seed_is_not_tuned_on(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="tuned on seed 1000"):
         Plan("model", "", tmp_path, tmp_path, seed=999).check()
+
+
+def test_the_dry_run_counts_the_tries_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """A try is a run of half the rounds with one seed, and of as many steps that clients try alone at its end."""
+    root = make_benchmark(tmp_path)
+    over = {"device": "cpu", "rounds": 4, "steps": 2}
+    plan = Plan(str(root / "model"), "", root / "data", tmp_path / "work", seeds=3, tries=3, over=over)
+    monkeypatch.setattr(dry_run, "method_plan", lambda *_: SimpleNamespace(step_seconds=1.0))
+    task = TASKS["sst2-h0.9"]
+    (_, never), (_, tuned) = (
+        timed_task(plan, [(task, variants()[name])]) for name in ("pf2lora-default", "pf2lora")
+    )
+    assert 4 * 2 < never < 20 * 2  # its steps, each a second for three seeds, and what else it has to do
+    config = plan.config(task, variants()["pf2lora"])
+    workload = load_workload(config)
+    of_run = 3 * sum(work_of_rounds(workload, "pf2lora"))
+    of_try = sum(work_of_rounds(replace(workload, config=config_of_tries(config)), "pf2lora"))
+    assert tuned / never == pytest.approx(1 + (3 + 2) * of_try / of_run)

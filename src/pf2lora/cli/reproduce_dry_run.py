@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pf2lora.reproduce.regret.runs import Plan
     from pf2lora.reproduce.regret.tasks import BenchmarkTask
     from pf2lora.reproduce.regret.variants import Variant
+    from pf2lora.run.config import Config
 
 COUNTED = "counted, in seconds"
 DONE = "there already"
@@ -126,9 +127,10 @@ def show_regret(
 
 
 def timed_task(plan: Plan, left: Sequence[tuple[BenchmarkTask, Variant]]) -> tuple[str, float]:
-    """How many clients a task has and how long the runs that are left on it take: one variant is timed, and the others
-    take as much longer as more rows pass through the model."""
-    from pf2lora.reproduce.regret.runs import TUNING_SHARE
+    """How many clients a task has and how long the runs that are left on it take, with all their tries: the steps of
+    one variant are timed, and every run takes as long as its rows do."""
+    from pf2lora.reproduce.regret.runs import config_of_tries
+    from pf2lora.run.cadence import rows_of
     from pf2lora.run.dry_run import method_plan
     from pf2lora.run.work import work_of_rounds
     from pf2lora.run.workload import load_workload
@@ -136,17 +138,22 @@ def timed_task(plan: Plan, left: Sequence[tuple[BenchmarkTask, Variant]]) -> tup
     task, variant = left[0]
     task.write_files(plan.data_dir, plan.work)
     workload = load_workload(plan.config(task, variant))
-    (first,) = workload.config.training.method
-    found = method_plan(workload, first)
-    per_row = (found.training_seconds + found.evaluation_seconds) / sum(work_of_rounds(workload, first))
-    seconds = 0.0
-    for pair in left:
-        config = plan.config(*pair)
-        (name,) = config.training.method
-        of_all = per_row * sum(work_of_rounds(replace(workload, config=config), name))
-        tries = plan.tries + plan.further if pair[1].tuned and plan.tries > 1 else 0
-        seconds += of_all * (1 + tries / plan.seeds / TUNING_SHARE)
-    return str(len(workload.clients)), seconds
+    first = variant.method
+    training = workload.config.training
+    steps = method_plan(workload, first).step_seconds * training.steps / training.seeds
+    per_row = steps / rows_of(workload, first).steps
+
+    def seconds(config: Config, method: str) -> float:
+        rows = sum(work_of_rounds(replace(workload, config=config), method))
+        return per_row * rows * config.training.seeds
+
+    total = 0.0
+    for of_task, one in left:
+        config = plan.config(of_task, one)
+        total += seconds(config, one.method)
+        if one.tuned and plan.tries > 1:
+            total += (plan.tries + plan.further) * seconds(config_of_tries(config), one.method)
+    return str(len(workload.clients)), total
 
 
 # --- what both print ---------------------------------------------------------------------------------------

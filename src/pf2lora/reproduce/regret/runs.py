@@ -223,9 +223,7 @@ def tune(
         return []
     if plan.tries == 1:
         return [Try(variant.tried_rates(lr, 1.0), None)]
-    rounds = -(-config.training.rounds // TUNING_SHARE)
-    alone = replace(config.training, seed=TUNING_SEED, seeds=1, rounds=rounds, evaluate_every=rounds)
-    shorter = replace(config, training=alone)
+    shorter = config_of_tries(config)
     found: dict[float, Try] = {}
 
     def attempt(*factors: float, outward: bool) -> None:
@@ -240,6 +238,13 @@ def tune(
             break
         attempt(further, outward=True)
     return list(found.values())
+
+
+def config_of_tries(config: Config) -> Config:
+    """A shorter run with a seed of its own, measured at its end."""
+    rounds = -(-config.training.rounds // TUNING_SHARE)
+    alone = replace(config.training, seed=TUNING_SEED, seeds=1, rounds=rounds, evaluate_every=rounds)
+    return replace(config, training=alone)
 
 
 def best(tries: Sequence[Try]) -> dict[str, float]:
