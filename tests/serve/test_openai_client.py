@@ -99,16 +99,35 @@ def test_drawn_texts_differ_unless_a_seed_says_otherwise(served: Served) -> None
     assert texts[0] == texts[2] != texts[1]
 
 
+def test_several_texts_for_each_prompt(served: Served) -> None:
+    drawn: Any = {"temperature": 1.5, "max_tokens": 9}
+    wanted = [complete(served, "base", "soup", seed=seed, **drawn) for seed in (3, 4)]
+    wanted += [complete(served, "base", "rice", seed=seed, **drawn) for seed in (5, 6)]
+    prompts: Any = {"model": "base", "prompt": ["soup", "rice"], "n": 2, "seed": 3}
+    found = served.client().completions.create(**prompts, **drawn)
+    assert [choice.text for choice in found.choices] == wanted and len(set(wanted)) == 4
+    assert found.usage and found.usage.prompt_tokens == 2 * 5
+    chat: Any = {"model": "base", "messages": [{"role": "user", "content": "soup"}], "n": 2, "seed": 3}
+    texts = ["", ""]
+    for chunk in served.client().chat.completions.create(**chat, **drawn, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == wanted[:2]
+    whole = served.client().chat.completions.create(**chat, **drawn)
+    assert [choice.message.content for choice in whole.choices] == texts
+
+
 # --- what is refused -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "param", "words"),
     [
-        ({"n": 2}, "n", "only 1 is supported"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 9}, "prompt", "9 at once, and at most 8 may wait"),
+        ({"best_of": 2}, "best_of", "only 1 is supported"),
         ({"logprobs": 3}, "logprobs", "only false is supported"),
         ({"logprobs": 0}, "logprobs", "logprobs is 0: only false is supported"),
-        ({"n": True}, "n", "n is True: only 1 is supported"),
+        ({"n": True}, "n", "n is True: Input should be a valid integer"),
         ({"temperature": True}, "temperature", "valid number"),
         ({"max_tokens": True}, "max_tokens", "valid integer"),
         ({"presence_penalty": 0.5}, "presence_penalty", "only 0 is supported"),

@@ -190,14 +190,14 @@ def described(service: Service, name: str) -> dict[str, Any]:
 async def completions(request: Request, holder: Caller) -> Response:
     body = await read(request, CompletionBody, holder)
     texts = await request.app.state.service.completion(body, holder.name)
-    return await written(request, body, texts, Reply(body.model, texts.jobs))
+    return await written(request, body, texts, Reply(body.model, texts.jobs, body.n))
 
 
 @router.post("/v1/chat/completions")
 async def chat(request: Request, holder: Caller) -> Response:
     body = await read(request, ChatBody, holder)
     texts = await request.app.state.service.chat(body, holder.name)
-    return await written(request, body, texts, ChatReply(body.model, texts.jobs))
+    return await written(request, body, texts, ChatReply(body.model, texts.jobs, body.n))
 
 
 async def written(request: Request, body: Sampled, texts: Texts, reply: Reply) -> Response:

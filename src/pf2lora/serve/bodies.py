@@ -13,7 +13,6 @@ from pf2lora.serve.errors import bad_request
 from pf2lora.tasks.generation.conversations import ROLES, Message
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # by OpenAI's names; with a value that changes nothing it is fine
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -35,7 +34,7 @@ IGNORED = {  # by OpenAI's names; they change no text
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 Stops = Annotated[list[NonEmpty], Field(max_length=4)]
-MOST_AT_ONCE = 64  # prompts of a request
+MOST_AT_ONCE = 64  # prompts of a request, or texts for one of them
 NAMED = (
     "role",
     "content",
@@ -85,6 +84,7 @@ class Sampled(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_AT_ONCE)] = 1  # texts for each prompt
     stop: NonEmpty | Stops = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()

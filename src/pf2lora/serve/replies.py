@@ -17,8 +17,8 @@ class Reply:
 
     prefix, whole_object, part_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, jobs: Sequence[TextJob]) -> None:
-        self.jobs = jobs
+    def __init__(self, model: str, jobs: Sequence[TextJob], n: int = 1) -> None:
+        self.jobs, self.n = jobs, n
         self.common = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -36,7 +36,7 @@ class Reply:
         return []
 
     def usage(self) -> dict[str, int]:
-        asked = sum(len(job.prompt) for job in self.jobs)
+        asked = sum(len(job.prompt) for job in self.jobs[:: self.n])  # one for all of its texts
         written = sum(job.written for job in self.jobs)
         return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
 
@@ -83,7 +83,8 @@ class ChatReply(Reply):
 
     def first(self) -> list[dict[str, Any]]:
         said = {"role": "assistant", "content": ""}
-        return [{"index": 0, "delta": said, "logprobs": None, "finish_reason": None}]
+        rest = {"delta": said, "logprobs": None, "finish_reason": None}
+        return [{"index": job.index} | rest for job in self.jobs]
 
 
 def event(values: dict[str, Any]) -> str:

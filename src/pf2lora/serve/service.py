@@ -84,7 +84,7 @@ class Service:
                 index=i,
                 owner=owner,
             )
-            for i, prompt in enumerate(prompts)
+            for i, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))
         ]
         assert isinstance(self.worker, Writer)
         self.worker.submit(jobs)
