@@ -7,6 +7,7 @@ import torch
 
 from pf2lora.core.layout import Entry, Kind, Layout
 from pf2lora.core.ranks import (
+    Adapters,
     client_share,
     learned_ranks,
     ninety_percent_rank,
@@ -52,19 +53,21 @@ def test_learned_ranks_and_share_against_dense_matrices() -> None:
     BA = [0.5 * common[f"{m}.B"] @ common[f"{m}.A"] for m in "qv"]
     DC = [3.0 * own[f"{m}.D"] @ own[f"{m}.C"] for m in "qv"]
     expected = torch.stack([ninety_percent_rank(torch.linalg.svdvals(a + b)) for a, b in zip(BA, DC)], dim=1)
-    assert torch.equal(learned_ranks(layout_x, layout_y, x, y, 0.5, 3.0), expected)
+    assert torch.equal(learned_ranks(Adapters(layout_x, layout_y, x, y, 0.5, 3.0)), expected)
 
     def total(products: list[torch.Tensor]) -> torch.Tensor:
         return sum(torch.linalg.matrix_norm(p).square() for p in products).sqrt()
 
-    torch.testing.assert_close(client_share(layout_x, layout_y, x, y, 0.5, 3.0), total(DC) / total(BA))
+    torch.testing.assert_close(
+        client_share(Adapters(layout_x, layout_y, x, y, 0.5, 3.0)), total(DC) / total(BA)
+    )
 
 
 def test_a_start_at_zero_has_rank_zero_and_no_share() -> None:
     layout_x, layout_y = two_modules("A", "B", 3), two_modules("C", "D", 2)
     x, y = torch.zeros(2, layout_x.size), torch.zeros(2, layout_y.size)
-    assert learned_ranks(layout_x, layout_y, x, y).tolist() == [[0, 0], [0, 0]]
-    assert client_share(layout_x, layout_y, x, y).isnan().all()
+    assert learned_ranks(Adapters(layout_x, layout_y, x, y)).tolist() == [[0, 0], [0, 0]]
+    assert client_share(Adapters(layout_x, layout_y, x, y)).isnan().all()
 
 
 def test_without_client_adapters_the_rank_is_that_of_the_common_one() -> None:
@@ -72,8 +75,8 @@ def test_without_client_adapters_the_rank_is_that_of_the_common_one() -> None:
     x = normal(2, layout.size)
     views = layout.unpack(x)
     expected = [ninety_percent_rank(torch.linalg.svdvals(views[f"{m}.B"] @ views[f"{m}.A"])) for m in "qv"]
-    assert torch.equal(learned_ranks(layout, nothing, x, x[:, :0]), torch.stack(expected, 1))
-    assert client_share(layout, nothing, x, x[:, :0]).tolist() == [0, 0]
+    assert torch.equal(learned_ranks(Adapters(layout, nothing, x, x[:, :0])), torch.stack(expected, 1))
+    assert client_share(Adapters(layout, nothing, x, x[:, :0])).tolist() == [0, 0]
 
 
 def test_product_norm_is_the_frobenius_norm() -> None:

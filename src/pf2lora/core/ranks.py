@@ -7,6 +7,7 @@ decompositions of the two factors, and its Frobenius norm comes from two R × R 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,30 +55,34 @@ def product_norm(down: Tensor, up: Tensor) -> Tensor:
     return ((up.mT @ up) * (down @ down.mT)).sum((-2, -1)).clamp_min(0).sqrt()
 
 
-def learned_ranks(
-    layout_x: Layout,
-    layout_y: Layout,
-    x: Tensor,
-    y: Tensor,
-    scaling: float = 1.0,
-    client_scaling: float = 1.0,
-) -> Tensor:
+class Adapters(NamedTuple):
+    """Clients' adapters `s·BA + s̃·D_kC_k`: x `(M, P)` and y `(M, Q)`, their layouts, and s and s̃."""
+
+    layout_x: Layout
+    layout_y: Layout
+    x: Tensor
+    y: Tensor
+    scaling: float = 1.0
+    client_scaling: float = 1.0
+
+    def factors(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each module's, down and up, of the whole sum."""
+        common, own = self.layout_x.unpack(self.x), self.layout_y.unpack(self.y)
+        for B, A in self.layout_x.pairs("B", "A"):
+            C, D = own.get(f"{B.module}.C"), own.get(f"{B.module}.D")
+            yield down(common[A.name], C), up(common[B.name], D, self.scaling, self.client_scaling)
+
+
+def learned_ranks(adapters: Adapters) -> Tensor:
     """The rank by the 90% rule of `s·BA + s̃·D_kC_k`, per client and module `(M, modules)`."""
-    products = _products(layout_x, layout_y, x, y, scaling, client_scaling)
-    return torch.stack([ninety_percent_rank(singular_values(*factors)) for factors in products], dim=1)
+    ranks = [ninety_percent_rank(singular_values(down, up)) for down, up in adapters.factors()]
+    return torch.stack(ranks, dim=1)
 
 
-def client_share(
-    layout_x: Layout,
-    layout_y: Layout,
-    x: Tensor,
-    y: Tensor,
-    scaling: float = 1.0,
-    client_scaling: float = 1.0,
-) -> Tensor:
+def client_share(adapters: Adapters) -> Tensor:
     """‖s̃·D_kC_k‖_F / ‖s·BA‖_F over all modules, per client `(M,)`; NaN where BA is zero, as before the first step."""
-    own = client_scaling * _norm(layout_y, y, "D", "C")
-    common = scaling * _norm(layout_x, x, "B", "A")
+    own = adapters.client_scaling * _norm(adapters.layout_y, adapters.y, "D", "C")
+    common = adapters.scaling * _norm(adapters.layout_x, adapters.x, "B", "A")
     return torch.where(common > 0, own / common, torch.nan)
 
 
@@ -89,16 +94,6 @@ def reduced_rank_regression(inputs: Tensor, targets: Tensor, rank: int) -> Tenso
     full = torch.linalg.lstsq(inputs, targets).solution
     directions = torch.linalg.svd(inputs @ full, full_matrices=False).Vh[..., :rank, :]
     return full @ directions.mT @ directions
-
-
-def _products(
-    layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor, scaling: float, client_scaling: float
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each module's factors of `s·BA + s̃·D_kC_k`."""
-    common, own = layout_x.unpack(x), layout_y.unpack(y)
-    for B, A in layout_x.pairs("B", "A"):
-        C, D = own.get(f"{B.module}.C"), own.get(f"{B.module}.D")
-        yield down(common[A.name], C), up(common[B.name], D, scaling, client_scaling)
 
 
 def _norm(layout: Layout, flat: Tensor, left: str, right: str) -> Tensor:

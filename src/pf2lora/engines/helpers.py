@@ -165,8 +165,7 @@ class Helpers:
         found: list[Summed] = []
         busy: list[Helper] = []
         dtype = str(x.dtype).removeprefix("torch.")
-        shapes = tuple(x.shape), tuple(y.shape)
-        request = Request(*shapes, dtype, wanted, rows, self.repeated())
+        request = Request(tuple(x.shape), tuple(y.shape), dtype, wanted, rows, self.repeated())
         for place, tensor in zip(self.numbers.place(0, request), (x, y)):
             place.copy_(tensor)
         try:

@@ -160,8 +160,19 @@ def train(
     served = state
     stepper, resizing = stepper or make_stepper(F, device), Stopwatch(torch.device(device))
     room.holders.add(stepper)
-    how = schedule.rates_of(len(share.here)), device, stepper, on_step, judges, resizing
-    local = LocalTraining(method, F, source, schedule.steps, room, *how)
+    local = LocalTraining(
+        method,
+        F,
+        source,
+        steps=schedule.steps,
+        room=room,
+        rates=schedule.rates_of(len(share.here)),
+        device=device,
+        stepper=stepper,
+        on_step=on_step,
+        judges=judges,
+        resizing=resizing,
+    )
     steps_done = list(after.steps_done) or [0] * len(names)
     servers = over_tensors(lambda t: t.to(home), after.servers)
     servers = servers or tuple(method.first_server(state.x[:0, 0]) for _ in seeds)
@@ -190,11 +201,19 @@ def train(
             served = over_tensors(torch.clone, state)
             put(served, mine, stays)
         served = method.receive(served, to_learners(common, share), number)
-        after = After(number, tuple(steps_done), tuple(ledger.largest), servers)
-        stats, left_out = trained.of(chosen), dict(sorted(trained.bad.items()))
-        seconds = time.perf_counter() - started - resizing.seconds
-        figures = seconds, left_out, after, resizing.seconds
-        yield Round(number, chosen, stats, state, served, common, *figures)
+        stats = trained.of(chosen)
+        yield Round(
+            number,
+            participants=chosen,
+            stats=stats,
+            before=state,
+            served=served,
+            common=common,
+            seconds=time.perf_counter() - started - resizing.seconds,
+            left_out=dict(sorted(trained.bad.items())),
+            after=After(number, tuple(steps_done), tuple(ledger.largest), servers),
+            resize_seconds=resizing.seconds,
+        )
 
 
 def federations_of(schedule: Schedule, share: Share, number: int) -> list[list[int]]:
@@ -252,8 +271,10 @@ def protected(
     run is private."""
     if schedule.privacy is None:
         return [at_server(share, method, own) for own in updates]
-    of_each = zip(updates, starts, expected, schedule.seeds)
-    return [noisy(schedule.privacy, *own, share.processes) for own in of_each]
+    return [
+        noisy(schedule.privacy, own, start, count, seed, share.processes)
+        for own, start, count, seed in zip(updates, starts, expected, schedule.seeds)
+    ]
 
 
 def merged(

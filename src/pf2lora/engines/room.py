@@ -82,7 +82,9 @@ class Room:
             )
         logger.warning(
             "out of memory with %s in %s: from here on %d at a time, with the same numbers",
-            *(tried, self.kind, now),
+            tried,
+            self.kind,
+            now,
         )
 
     def give_back(self) -> bool:

@@ -161,10 +161,19 @@ class LocalTraining:
                     done = [steps_done[i] for i in together]
                     part = self.resized(part, together, done)
                     rates = self.rates.of_round(variant, together, number, part.x)
-                    how = told, self.stepper, rates
-                    return part, *local_steps(
-                        variant, self.F, part, self.source, together, done, self.steps, *how
+                    trained, stats = local_steps(
+                        variant,
+                        self.F,
+                        part,
+                        self.source,
+                        clients=together,
+                        first_step=done,
+                        steps=self.steps,
+                        on_step=told,
+                        stepper=self.stepper,
+                        rates=rates,
                     )
+                    return part, trained, stats
 
                 def undo(told: Told = told) -> None:
                     told.undo()

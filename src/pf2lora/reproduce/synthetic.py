@@ -16,7 +16,7 @@ from pf2lora.core.layout import Entry, Layout
 from pf2lora.core.method import Method, State
 from pf2lora.core.optim import OPTIMIZERS
 from pf2lora.core.randomness import generator
-from pf2lora.core.ranks import learned_ranks
+from pf2lora.core.ranks import Adapters, learned_ranks
 from pf2lora.engines.batches import Batch
 from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.errors import UserError, unknown
@@ -223,7 +223,7 @@ def measure(problem: Problem, learner: Learner, state: State) -> dict[str, list[
         "train_loss": problem.losses(W, slice(0, TRAINING)),
         "test_loss": problem.losses(W, slice(TRAINING, None)),
         "distance": torch.linalg.matrix_norm(W - problem.truth),
-        "rank": learned_ranks(learner.method.layout, learner.layout_y, state.x, state.y)[:, 0],
+        "rank": learned_ranks(Adapters(learner.method.layout, learner.layout_y, state.x, state.y))[:, 0],
     }
     found = {name: values.tolist() for name, values in measured.items()}
     kept = [float(rank) for rank in learner.method.ranks_of(state) if rank is not None]

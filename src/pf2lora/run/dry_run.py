@@ -148,14 +148,14 @@ def method_plan(workload: Workload, name: str) -> MethodPlan:
     alone = rounds_alone(training) if workload.validation is not None and trial.method.federated else 0
     share = training.participation
     return MethodPlan(
-        METHODS[name].label,
-        parameters,
-        costs.sent_bytes(sent),
-        step * share,
-        step * training.steps * (share * training.rounds + alone),
-        evaluation * times,
-        memory,
-        trial.method.lr,
+        label=METHODS[name].label,
+        parameters=parameters,
+        sent=costs.sent_bytes(sent),
+        step_seconds=step * share,
+        training_seconds=step * training.steps * (share * training.rounds + alone),
+        evaluation_seconds=evaluation * times,
+        memory_bytes=memory,
+        lr=trial.method.lr,
     )
 
 
@@ -186,10 +186,12 @@ def timed_steps(trial: Trial) -> float:
 
         def seconds(together: list[int], variant: Method = variant) -> float:
             part = moved(take(trial.state, together), trial.workload.device)
-            begun = trial.F, part, trial.source, together, [0] * len(together)
+            none_yet = [0] * len(together)
             for steps in (1, TIMED_STEPS):
                 started = time.perf_counter()
-                _, stats = local_steps(variant, *begun, steps, stepper=stepper)
+                _, stats = local_steps(
+                    variant, trial.F, part, trial.source, together, none_yet, steps, stepper=stepper
+                )
                 stats.loss.tolist()  # a device works on behind its caller's back
             return (time.perf_counter() - started) / TIMED_STEPS
 

@@ -42,8 +42,7 @@ class Measured(NamedTuple):
     def of(self, learners: slice) -> Measured:
         """The same for some learners alone."""
         scores = {metric: values[learners] for metric, values in self.scores.items()}
-        rest = self.resampled[learners], self.confusion[learners]
-        return Measured(scores, self.examples[learners], *rest)
+        return Measured(scores, self.examples[learners], self.resampled[learners], self.confusion[learners])
 
     def uncertainty(self) -> Resampled | None:
         """What the test rows leave open of these learners' scores; None where they do not say."""

@@ -97,8 +97,13 @@ class Joining:
         own beginning may keep a part only."""
         run, size = self.run, self.config.training.batch_size
         source = batch_source(
-            *(self.config, self.workload.train, self.workload.names, (run.saved.seed,), size, method.draws),
-            run.task.rooms.training,
+            self.config,
+            self.workload.train,
+            self.workload.names,
+            seeds=(run.saved.seed,),
+            size=size,
+            draws=method.draws,
+            room=run.task.rooms.training,
         )
         state = method.init(common, personal)._replace(x=common)
         loss = partial(run.task.loss, run.model)

@@ -265,7 +265,13 @@ def schedule_of(config: Config, *seeds: int) -> Schedule:
     t = config.training
     most = 0 if t.strict else t.max_bad_clients
     return Schedule(
-        *(t.rounds, t.steps, t.participation, t.weighting, t.most_per_pass, seeds, most),
+        rounds=t.rounds,
+        steps=t.steps,
+        participation=t.participation,
+        weighting=t.weighting,
+        clients_per_pass=t.most_per_pass,
+        seeds=seeds,
+        max_bad=most,
         rates=RateSchedule(t.schedule, t.warmup),
     )
 

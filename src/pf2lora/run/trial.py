@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.method import State
-from pf2lora.core.ranks import client_share, learned_ranks
+from pf2lora.core.ranks import Adapters, client_share, learned_ranks
 from pf2lora.engines.local import After, Round, train
 from pf2lora.engines.room import attempt
 from pf2lora.engines.steps import Step
@@ -202,19 +202,23 @@ def measured_record(
         if point in measured
     }
     model, spec = trial.model, trial.model.spec
-    adapters = (
-        *(model.common_layout, model.personal_layout, served.common[here], served.personal[here]),
-        *(spec.scaling, spec.client_scaling),
+    adapters = Adapters(
+        model.common_layout,
+        model.personal_layout,
+        served.common[here],
+        served.personal[here],
+        spec.scaling,
+        spec.client_scaling,
     )
     everyone = trial.share.everyone
-    shares = everyone(client_share(*adapters).tolist()) if spec.client_rank else None
+    shares = everyone(client_share(adapters).tolist()) if spec.client_rank else None
     return replace(
         record,
         validation_loss=None if losses is None else losses[own],
         served=scores["served"],
         before_averaging=scores.get("before_averaging"),
         client_share=None if shares is None else finite_numbers(shares),
-        ranks=everyone(learned_ranks(*adapters).tolist()),
+        ranks=everyone(learned_ranks(adapters).tolist()),
     )
 
 
