@@ -185,6 +185,21 @@ def test_a_pass_that_fails_ends_its_requests_and_no_others(
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
+def test_a_broken_adapter_ends_its_own_texts_alone(generation_run: Path) -> None:
+    with serving(generation_run) as served, ThreadPoolExecutor(3) as pool:
+        wanted = [complete(served, name, "soup") for name in ("south", "west")]
+        adapters = served.service.adapters
+        adapters["north"] = (adapters["north"][0] * torch.nan, adapters["north"][1])
+        with standing_still(served) as pause:
+            sound = [pool.submit(complete, served, name, "soup") for name in ("south", "west")]
+            broken = pool.submit(complete, served, "north", "soup")
+            until(lambda: len(served.service.worker._waiting) == 3)
+            pause.go_on.set()
+            with pytest.raises(openai.InternalServerError, match="'north' computes no numbers"):
+                broken.result(20)
+            assert [text.result(20) for text in sound] == wanted
+
+
 def test_a_device_that_computes_no_more_ends_the_worker(
     generation_run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ from pf2lora.serve.models import served_models
 from pf2lora.serve.prompts import Prompts
 from pf2lora.serve.text import GrowingText
 from pf2lora.serve.writing import Piece, TextJob, Writer
-from pf2lora.tasks.generation.sampling import Sampler, choose
+from pf2lora.tasks.generation.sampling import BROKEN, Sampler, choose
 from pf2lora.tasks.generation.task import Generation
 
 WINDOW: dict[str, Any] = {  # of fewer tokens than the texts have
@@ -253,9 +253,10 @@ def test_a_temperature_near_0_is_the_likeliest(temperature: float, top_p: float)
     assert choose(logits, [Sampler(temperature, top_p, seed) for seed in range(20)]) == [1] * 20
 
 
-def test_outputs_that_are_no_numbers_are_an_error() -> None:
-    with pytest.raises(FloatingPointError):
-        choose(torch.tensor([[0.0, torch.nan]]), [Sampler()])
+def test_outputs_that_are_no_numbers_give_no_token() -> None:
+    logits = torch.tensor([[0.0, torch.nan], [0.0, 9.0], [-torch.inf, -torch.inf]])
+    for samplers in ([Sampler(0)] * 3, [Sampler(0.1, top_p, seed=1) for top_p in (1.0, 1.0, 0.5)]):
+        assert choose(logits, samplers) == [BROKEN, 1, BROKEN]
 
 
 # --- text ----------------------------------------------------------------------------------------------------

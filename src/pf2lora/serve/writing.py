@@ -10,9 +10,11 @@ from torch import Tensor
 
 from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.serve.batch import Row, RunningBatch
+from pf2lora.serve.errors import ApiError
 from pf2lora.serve.prompts import Prompts
 from pf2lora.serve.text import GrowingText
 from pf2lora.serve.worker import Worker, check_device
+from pf2lora.tasks.generation.sampling import BROKEN
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class TextJob(Row):
 
     def advance(self, ends: frozenset[int]) -> bool:
         """Take the token that was chosen last, and tell what it adds; whether the text has ended."""
+        if self.last == BROKEN:  # by its own client's adapter: those beside it write on
+            self.tell(
+                ApiError(500, f"the model {self.model[:80]!r} computes no numbers: its adapter is broken")
+            )
+            return True
         if self.last in ends:
             self.ended = True
             self.finish("stop", "")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+BROKEN = -1  # in the place of a token
 COLDEST = 1e-5  # below, the shares of all but the likeliest are none, and logits over the temperature may be infinite
 
 
@@ -25,15 +26,16 @@ class Sampler:
 
 
 def choose(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """A token for each row of `logits (n, V)`."""
+    """A token for each row of `logits (n, V)`; none, `BROKEN`, where a row's are no numbers."""
     best, tokens = logits.max(dim=-1)
-    if not bool(torch.isfinite(best).all()):
-        raise FloatingPointError("the model's outputs are not finite")
+    sound = torch.isfinite(best).tolist()
     for nucleus in (False, True):  # apart: who is sorted must not hang on who is beside
-        drawing = [i for i, s in enumerate(samplers) if s.temperature > 0 and (s.top_p < 1) == nucleus]
+        drawing = [
+            i for i, s in enumerate(samplers) if sound[i] and s.temperature > 0 and (s.top_p < 1) == nucleus
+        ]
         if drawing:
             tokens[drawing] = drawn(logits[drawing], [samplers[i] for i in drawing], nucleus=nucleus)
-    return tokens.tolist()
+    return [token if fine else BROKEN for token, fine in zip(tokens.tolist(), sound)]
 
 
 def drawn(logits: Tensor, samplers: Sequence[Sampler], *, nucleus: bool) -> Tensor:
