@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from little_world import command_line
 from tiny_tasks import write_chat_task
+from transformers import AutoTokenizer
 
 import pf2lora
+from pf2lora.errors import UserError
 from pf2lora.run.saved import load_run
 from pf2lora.tasks.generation.conversations import Conversation
 
@@ -70,3 +72,24 @@ def test_decoding_is_for_texts(
     args = ("predict", folder, "--client", "north", "pizza?", "--temperature", "1", "--beams", "2")
     code, _, err = command_line(monkeypatch, capsys, *args)
     assert code == 2 and "temperature 1.0 draws a text, and beams 2 search for one" in err
+
+
+def test_a_prompt_that_is_cut_is_told(
+    trained: tuple[Path, list[Path], Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder, _, _ = trained
+    args = ("predict", folder, "--client", "north", "pizza? " * 20, "soup?")
+    code, _, err = command_line(monkeypatch, capsys, *args)
+    assert code == 0, err
+    assert "1 of 2 prompts are cut at the left to fit the window of 64 tokens (max_length)" in err
+
+
+def test_a_tokenizer_that_is_larger_than_the_model(tmp_path: Path) -> None:
+    model, files = write_chat_task(tmp_path, NAMES)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.add_tokens(["pizza"]) == 1
+    tokenizer.save_pretrained(model)
+    with pytest.raises(
+        UserError, match=r"writes token 258 \(pizza\), but the model has embeddings of 258 tokens"
+    ):
+        pf2lora.federate(clients=files, model=model, **SETTINGS)

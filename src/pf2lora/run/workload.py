@@ -80,6 +80,7 @@ def load_workload(
     base = load_base(config, task, device)
     workload = workload_of(config, task, clients, base, device)
     check_lengths(config, base, workload.train, workload.test)
+    check_tokens(config, task, base, workload.train, workload.test)
     return replace(workload, notes=tuple(notes), weights=weights_digest(base), processes=current())
 
 
@@ -183,4 +184,16 @@ def check_lengths(config: Config, base: PreTrainedModel, *parts: Encoded) -> Non
     if longest > positions:
         raise UserError(
             f"an input has {longest} tokens, and {config.model.name!r} takes {positions}: give --max-length {positions}"
+        )
+
+
+def check_tokens(config: Config, task: Task[Any, Any], base: PreTrainedModel, *parts: Encoded) -> None:
+    """Every token must have its place in the model's embeddings; one that was added to a tokenizer may have none."""
+    known = getattr(base.get_input_embeddings(), "num_embeddings", math.inf)
+    highest = max(int(part.token_columns["input_ids"].max()) for part in parts)
+    if highest >= known:
+        raise UserError(
+            f"the tokenizer of {config.model.name!r} writes token {highest} "
+            f"({task.tokenizer.convert_ids_to_tokens(highest)}), but the model has embeddings of {known} tokens: after "
+            f"adding tokens, model.resize_token_embeddings(len(tokenizer)) makes room, and both are saved"
         )

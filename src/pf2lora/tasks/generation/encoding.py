@@ -80,11 +80,18 @@ class Encoder:
         if training and self.settings.packing and len(kept) > 1:
             return self.packed(kept, sizes)
         tokens = {"input_ids": [e.ids for e in kept], "target": [e.target for e in kept]}
+        prompts = self.prompts(rows)
+        asked = [len(ids) for row, ids in zip(rows, prompts) if not row.targets]
+        if too_long := sum(length >= self.settings.max_length for length in asked):
+            self.note(
+                f"{too_long} of {len(asked)} prompts are cut at the left to fit the window of "
+                f"{self.settings.max_length} tokens (max_length): the model reads their last part"
+            )
         return PromptExamples(
             **vars(pad_columns(tokens, self.pad, {}, sizes)),
             row_numbers=np.array(row_numbers),
             row_counts=tuple(map(len, clients)),
-            prompts=self.prompt_columns(self.prompts(rows), [len(client) for client in clients]),
+            prompts=self.prompt_columns(prompts, [len(client) for client in clients]),
         )
 
     def packed(self, examples: Sequence[Tokens], sizes: Sequence[int]) -> Encoded:
