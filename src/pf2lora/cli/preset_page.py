@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pf2lora.cli.reproduce import listed
 from pf2lora.methods import METHODS
+from pf2lora.reproduce.markdown import table
 from pf2lora.reproduce.preset import Preset, Run
 from pf2lora.reproduce.presets import load_preset, preset_names
 
@@ -48,10 +47,8 @@ pf2lora reproduce glue-roberta-base --only cola --grid         # rates searched 
 
 def page() -> str:
     """The page, in Markdown."""
-    lines = ["| name | what | in the paper | needs |", "| --- | --- | --- | --- |"]
-    for name, *rest in listed():
-        lines.append(f"| {' | '.join((f'`{name}`', *rest))} |")
-    parts = [HEAD, "\n".join(lines)]
+    rows = [(f"`{name}`", what, place, needs) for name, what, place, needs in listed()]
+    parts = [HEAD, table(("name", "what", "in the paper", "needs"), rows)]
     parts += [section(load_preset(name)) for name in preset_names()]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
@@ -60,11 +57,9 @@ def section(preset: Preset) -> str:
     """One preset: its settings, its notes."""
     parts = [f"## `{preset.name}`: {preset.title}", f"{preset.source}."]
     if preset.counted:
-        parts.append(
-            _table(("run", "what is counted"), [(f"`{run.name}`", run.label) for run in preset.runs])
-        )
+        parts.append(table(("run", "what is counted"), [(f"`{run.name}`", run.label) for run in preset.runs]))
     else:
-        parts.append(_table(("runs", "clients", "R × I", "B", "r, r̃", "h", "rates"), _merged(preset)))
+        parts.append(table(("runs", "clients", "R × I", "B", "r, r̃", "h", "rates"), _merged(preset)))
     if preset.grid is not None:
         parts.append("Grid: " + ", ".join(f"{value:g}" for value in preset.grid.values) + ".")
     parts.append("\n".join(f"- {note}" for note in preset.notes))
@@ -98,11 +93,6 @@ def _rates(run: Run, method: str) -> str:
         f"{key} {value:g}" for key, value in sorted(table.items()) if isinstance(value, int | float)
     )
     return f"{METHODS[method].label} {given}"
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,16 @@ def command_for(name: str) -> Callable[..., None]:
         print_config: PrintConfig = False,
         dry_run: DryRun = False,
     ) -> None:
-        execute(name, settings, only or [], out, grid, force, print_config, dry_run)
+        execute(
+            name,
+            settings,
+            only=only or [],
+            out=out,
+            grid=grid,
+            force=force,
+            print_config=print_config,
+            dry_run=dry_run,
+        )
 
     command.__name__ = name
     return with_settings(command, _given())
@@ -97,7 +106,16 @@ def command_for_files() -> Callable[..., None]:
         dry_run: DryRun = False,
     ) -> None:
         """A preset from a file."""
-        execute(file, settings, only or [], out, grid, force, print_config, dry_run)
+        execute(
+            file,
+            settings,
+            only=only or [],
+            out=out,
+            grid=grid,
+            force=force,
+            print_config=print_config,
+            dry_run=dry_run,
+        )
 
     hint = Annotated[str, typer.Argument(help="A preset of your own: an edited copy of one.")]
     file = inspect.Parameter("file", inspect.Parameter.KEYWORD_ONLY, annotation=hint)
@@ -113,6 +131,7 @@ def _given() -> list[Choice]:
 def execute(
     name: str,
     settings: dict[str, Any],
+    *,
     only: list[str],
     out: Path | None,
     grid: bool,
@@ -141,7 +160,7 @@ def execute(
         quiet_libraries()
     with locked(folder):
         claim(folder, preset, force)
-        findings = list(find(preset, folder, grid, settings.get("model")))
+        findings = find(preset, folder, grid=grid, model=settings.get("model"))
         show(paper, preset, findings, folder)
 
 
@@ -156,7 +175,7 @@ def claim(folder: Path, preset: Preset, force: bool) -> None:
         make_folder(folder)
 
 
-def find(preset: Preset, folder: Path, grid: bool, model: str | None) -> list[Finding]:
+def find(preset: Preset, folder: Path, *, grid: bool, model: str | None) -> list[Finding]:
     """Every run of the preset, one after the other."""
     from pf2lora.reproduce.grid import search
     from pf2lora.reproduce.running import execute as execute_run

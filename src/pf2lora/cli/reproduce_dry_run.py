@@ -107,7 +107,8 @@ def show_regret(
         for task, variant in own:
             check_same(runs.get((name, variant.name)), plan.config(task, variant), plan, file)
         left = [pair for pair in own if (name, pair[1].name) not in runs]
-        config = plan.config(*own[0])
+        task, variant = own[0]
+        config = plan.config(task, variant)
         clients, seconds = "–", 0.0
         try:
             if left:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from pf2lora.methods import METHODS
 from pf2lora.reproduce import tables
+from pf2lora.reproduce.markdown import table
 from pf2lora.reproduce.preset import Preset, Run
 from pf2lora.reproduce.running import same_prompt
 from pf2lora.reproduce.tables import Finding
@@ -118,7 +119,7 @@ def example_lines(preset: Preset, findings: Sequence[Finding]) -> list[str]:
 def markdown(paper: Preset, preset: Preset, findings: Sequence[Finding], figures: Sequence[str]) -> str:
     """The page."""
     parts = [f"# {heading(paper, preset)}", f"{preset.source}. `pf2lora reproduce {preset.name}`"]
-    parts.append(_table(tables.head(findings), tables.cells(findings)))
+    parts.append(table(tables.head(findings), tables.cells(findings)))
     parts += [f"![{preset.title}]({figure})" for figure in figures if figure.endswith(".svg")]
     parts.append(_list(setting_lines(paper, findings)))
     parts.append(_list([*preset.notes, *(line for f in findings for line in f.diverged)]))
@@ -130,14 +131,9 @@ def markdown(paper: Preset, preset: Preset, findings: Sequence[Finding], figures
     if trained:
         names = [tables.QUANTITIES[name].label for name in tables.COSTS]
         costs = [row for finding in trained for row in tables.cost_rows(finding)]
-        parts += ["## What it cost", _table(("run", "method", *names), costs)]
+        parts += ["## What it cost", table(("run", "method", *names), costs)]
     page = "\n\n".join(part for part in parts if part) + "\n"
     return page.replace("<", "&lt;")  # Markdown takes HTML for what it is, and a generated text may hold some
-
-
-def _table(names: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    lines = [names, ["---"] * len(names), *body]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _list(lines: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pf2lora.reproduce.figures import STYLE, plain, save
+from pf2lora.reproduce.markdown import table
 from pf2lora.reproduce.ranks import (
     FOR_ALL,
     TRAITS,
@@ -38,9 +39,13 @@ def markdown(found: Sequence[Point], method: str) -> str:
             [[trait, shown(rho, "+.2f"), TRAITS[trait]] for trait, rho in correlations(found).items()],
         ),
         "## By client",
-        table(["run", "client", *TRAITS, "rank"], clients(found)),
+        table(["run", "client", *TRAITS, "rank"], clients(found), numbers=True),
         "## By layer",
-        table(["layer", "mean rank", "apart", *(f"ρ with {trait}" for trait in TRAITS)], layers(found)),
+        table(
+            ["layer", "mean rank", "apart", *(f"ρ with {trait}" for trait in TRAITS)],
+            layers(found),
+            numbers=True,
+        ),
         *by_client_and_layer(found),
         "![The rank against each trait](ranks.svg)",
         "![Every client's rank in every layer](ranks-by-layer.svg)",
@@ -79,7 +84,7 @@ def by_client_and_layer(found: Sequence[Point]) -> list[str]:
             [name, *(shown(estimate(p.layers[name] for p in same), ".1f") for same in own.values())]
             for name in layer_names([p for p in found if p.run == run])
         ]
-        parts += [f"### {run}", table(["layer", *(client for _, client in own)], rows)]
+        parts += [f"### {run}", table(["layer", *(client for _, client in own)], rows, numbers=True)]
     return parts
 
 
@@ -95,11 +100,6 @@ def notes(found: Sequence[Point]) -> list[str]:
             f"clients; run one beside the method"
         )
     return told
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def shown(value: Estimate | None, form: str) -> str:

@@ -77,7 +77,8 @@ def vader_domains(folder: Path) -> Clients:
     for name, file in DOMAINS.items():
         rows = _rated(existing(folder / file))
         labels = [row.label for row in rows]
-        clients[name] = Split(*split_rows(rows, labels, 0.2, numpy_generator(DRAWN_BY, "vader", name)))
+        train, test = split_rows(rows, labels, 0.2, numpy_generator(DRAWN_BY, "vader", name))
+        clients[name] = Split(train=train, test=test)
     return clients
 
 
@@ -103,7 +104,8 @@ def reviews_dirichlet(folder: Path) -> Clients:
     for draw in itertools.count(DRAWN_BY):
         parts = [_by_dirichlet(rows, draw) for rows in (train, test)]
         if all(len(rows) >= least for part, least in zip(parts, LEAST) for rows in part):
-            return {f"client-{number}": Split(*rows) for number, rows in enumerate(zip(*parts), 1)}
+            own = [Split(train=train, test=test) for train, test in zip(*parts)]
+            return {f"client-{number}": split for number, split in enumerate(own, 1)}
     raise AssertionError("counting ended")
 
 
@@ -120,31 +122,33 @@ def _by_dirichlet(rows: Sequence[Row], draw: int) -> list[list[Row]]:
 
 def sst2_flipped(folder: Path) -> Clients:
     """Half of the clients use the two labels the other way round."""
-    return disagreeing(*_sst2(folder), "flipped", lambda row: LABELS[row.label == LABELS[0]])
+    return disagreeing(_sst2(folder), "flipped", lambda row: LABELS[row.label == LABELS[0]])
 
 
 def sst2_shifted(folder: Path) -> Clients:
     """To half of the clients the labels are grammar, not sentiment: a sentence with a negation (not, n't, never,
     without, …) is negative, any other is positive. As many rows with one as without, so that neither reading is
     guessed by a majority; of the former a third are of positive sentiment."""
-    train, test = _sst2(folder)
-    rows = _balanced(train, "train"), _balanced(test, "test")
-    return disagreeing(*rows, "grammar", lambda row: LABELS[not negated(row.text)])
+    rows = _sst2(folder)
+    balanced = Split(train=_balanced(rows.train, "train"), test=_balanced(rows.test, "test"))
+    return disagreeing(balanced, "grammar", lambda row: LABELS[not negated(row.text)])
 
 
 def negated(text: str) -> bool:
     return NEGATION.search(text) is not None
 
 
-def disagreeing(
-    train: Sequence[Row], test: Sequence[Row], kind: str, relabelled: Callable[[Row], str]
-) -> Clients:
+def disagreeing(rows: Split, kind: str, relabelled: Callable[[Row], str]) -> Clients:
     """Every share of the rows is held by two clients, who read the same texts and label them differently."""
     plain: Clients = {}
     other: Clients = {}
-    for number, share in enumerate(zip(_shares(train, "train"), _shares(test, "test")), 1):
-        plain[f"plain-{number}"] = Split(*share)
-        other[f"{kind}-{number}"] = Split(*([Row(r.text, relabelled(r)) for r in rows] for rows in share))
+
+    def otherwise(own: Sequence[Row]) -> list[Row]:
+        return [Row(text=row.text, label=relabelled(row)) for row in own]
+
+    for number, (train, test) in enumerate(zip(_shares(rows.train, "train"), _shares(rows.test, "test")), 1):
+        plain[f"plain-{number}"] = Split(train=train, test=test)
+        other[f"{kind}-{number}"] = Split(train=otherwise(train), test=otherwise(test))
     return plain | other
 
 
@@ -161,7 +165,7 @@ def _balanced(rows: Sequence[Row], part: str) -> list[Row]:
     return [group[i] for group in (with_one, without) for i in draw.permutation(len(group))[:size]]
 
 
-def _sst2(folder: Path) -> tuple[list[Row], list[Row]]:
+def _sst2(folder: Path) -> Split:
     """The official training and dev sets."""
     train, test = (
         [
@@ -170,7 +174,7 @@ def _sst2(folder: Path) -> tuple[list[Row], list[Row]]:
         ]
         for part in ("train", "dev")
     )
-    return train, test
+    return Split(train=train, test=test)
 
 
 def existing(file: Path) -> Path:

@@ -228,8 +228,8 @@ def tune(
 
     def attempt(*factors: float, outward: bool) -> None:
         rates = [variant.tried_rates(lr, factor) for factor in factors]
-        tries = zip(rates, losses(shorter, rates), strict=True)
-        found.update({factor: Try(*tried, outward) for factor, tried in zip(factors, tries)})
+        for factor, tried, loss in zip(factors, rates, losses(shorter, rates), strict=True):
+            found[factor] = Try(rates=tried, loss=loss, outward=outward)
 
     attempt(*FACTORS[: plan.tries], outward=False)
     for _ in range(plan.further):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pf2lora.data.figure import PALETTE
 from pf2lora.reproduce.figures import STYLE, save
+from pf2lora.reproduce.markdown import table
 from pf2lora.reproduce.regret.records import Runs
 from pf2lora.reproduce.regret.summary import POINTS, PointSummary, Regret
 from pf2lora.reproduce.regret.tasks import TASKS
@@ -56,7 +57,7 @@ def distances(summary: PointSummary) -> str:
         cells = [_cell(summary, task, name) for task in TASKS]
         label = f"**{_label(summary, name)}**" if name in summary.untuned else _label(summary, name)
         rows.append([label, *cells, _largest(regret, len(summary.cells)), f"{regret.mean:.1f}"])
-    return _table(head, rows)
+    return table(head, rows, numbers=True)
 
 
 def _label(summary: PointSummary, name: str) -> str:
@@ -112,12 +113,8 @@ def _harm(summary: PointSummary) -> str:
         found = [summary.harm[task].get(name) for task in tasks]
         rows.append([variants()[name].label, *(f"{h.points:+.1f} ({h.client})" if h else "" for h in found)])
     said = "Points that the client that loses most loses against Local (below 0: every client gains):"
-    return f"{said}\n\n{_table(['', *(TASKS[task].title for task in tasks)], rows)}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    harms = table(["", *(TASKS[task].title for task in tasks)], rows, numbers=True)
+    return f"{said}\n\n{harms}"
 
 
 def notes(runs: Runs) -> list[str]:
