@@ -71,6 +71,14 @@ def float32_products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def take_all_but(gigabytes: float, device: torch.device) -> torch.Tensor | None:
+    """Make the device one of so many GB: the rest of its memory is taken, as long as what this returns is held."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return torch.empty(max(0, int(free - gigabytes * 1e9)), dtype=torch.uint8, device=device)
+
+
 def ceiling(dtype: torch.dtype, device: torch.device) -> float:
     """Operations per second of a product of two large square matrices of random numbers."""
     size = 8192 if device.type == "cuda" else 1024

@@ -18,8 +18,10 @@ from pf2lora.reproduce.regret.variants import check_tries, choose_variants
 from pf2lora.run.config import in_tables
 
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / "benchmarks" / "jobs" / "accelerator.txt"
-LINES = (line.split("#")[0].strip() for line in FILE.read_text(encoding="utf8").splitlines())
+FILES = sorted((ROOT / "benchmarks" / "jobs").glob("*.txt"))
+LINES = (
+    line.split("#")[0].strip() for file in FILES for line in file.read_text(encoding="utf8").splitlines()
+)
 COMMANDS = [line for line in LINES if line]  # as in_parallel.py reads them
 USAGE = typer.BadParameter.__bases__  # what typer raises of a wrong command line, wherever its version has it
 

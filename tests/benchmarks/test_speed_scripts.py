@@ -81,6 +81,15 @@ def test_steps_inside_a_run(scripts: dict[str, ModuleType], sst2: Path, tmp_path
     assert homlora["ms_a_step"] < pf2lora["ms_a_step"]  # one gradient and three
 
 
+def test_steps_of_a_language_model_inside_a_run(scripts: dict[str, ModuleType], sst2: Path) -> None:
+    """Where its time is measured its base model is rounded, and the device has no more than a card's memory."""
+    arguments = ["--tokenizer", str(sst2 / "writer"), "--shape", "small-llama", "--quantization", "nf4"]
+    sizes = ["--clients", "2", "--rounds", "3", "--device", "cpu", "--uncompiled", "--methods", "homlora"]
+    (row,) = scripts["train_step"].main([*arguments, *sizes, "--card", "24"])
+    assert (row["shape"], row["quantization"], row["card_gb"]) == ("small-llama", "nf4", 24.0)
+    assert row["ms_a_step"] > 0
+
+
 def test_a_profile_keeps_its_rows(
     scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
