@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from little_world import World
     from small_federation import Small
 
+    from pf2lora.core.choice import Judge
+    from pf2lora.core.method import State
+    from pf2lora.methods.own_size import OwnSize
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never reach for a hub
 
 
@@ -41,6 +45,23 @@ def sized_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     from pf2lora.methods import own_size
 
     monkeypatch.setattr(own_size, "ASKED", Fraction(1, 1000))
+
+
+@pytest.fixture
+def resized(sized_every_round: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Beside that: for each time that sizes were tried between rounds, whether a client got another."""
+    from pf2lora.methods.own_size import OwnSize
+
+    original, seen = OwnSize.resize, list[bool]()
+
+    def watched(self: OwnSize, s: State, judge: Judge, *, serving: bool = False) -> State:
+        found = original(self, s, judge, serving=serving)
+        if not serving:
+            seen.append(bool((found.y != s.y).any()))
+        return found
+
+    monkeypatch.setattr(OwnSize, "resize", watched)
+    return seen
 
 
 SHARED = Path(os.environ.get("PF2LORA_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))

@@ -52,7 +52,7 @@ def steps_of(p: Problem, setting: str, sums: Sums, helpers: Helpers | None, clie
     def F(x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         return mean_loss(sums, x, y, batch, None, helpers)
 
-    return local_steps(variant, F, state, p.source, [client], [0], 3)[0]
+    return local_steps(variant, F, state, p.source, clients=[client], first_step=[0], steps=3)[0]
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])

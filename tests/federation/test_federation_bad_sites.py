@@ -10,9 +10,10 @@ import pytest
 import torch
 from small_federation import SITES, changed, local_run, make_plan, make_small
 
-from pf2lora.core.method import State, StepStats, tensors_of
+from pf2lora.core.method import Loss, Method, State, StepStats, tensors_of
 from pf2lora.engines import steps as engine_steps
 from pf2lora.engines.bad_clients import Diverged
+from pf2lora.engines.batches import BatchSource
 from pf2lora.federation.protocol import messages, site
 from pf2lora.federation.protocol.problems import PROBLEMS
 
@@ -28,10 +29,11 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[State, StepSt
     honest = engine_steps.local_steps
 
     def install(harm: Callable[[State, StepStats, int], None]) -> None:
-        def broken(*args: Any, **options: Any) -> tuple[State, StepStats]:
-            state, stats = honest(*args, **options)
-            source, learners, first = args[3], args[4], args[5]
-            for column, (i, done) in enumerate(zip(learners, first)):
+        def broken(
+            method: Method, F: Loss, state: State, source: BatchSource, *, clients: list[int], **more: Any
+        ) -> tuple[State, StepStats]:
+            state, stats = honest(method, F, state, source, clients=clients, **more)
+            for column, (i, done) in enumerate(zip(clients, more["first_step"])):
                 if source.names[i] == BAD and done == STEPS:
                     harm(state, stats, column)
             return state, stats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ def south_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three clients has no loss in the second step of round 1."""
     honest = engine_steps.local_steps
 
-    def broken(*args: Any) -> tuple[State, StepStats]:
-        state, stats = honest(*args)
-        learners, first = args[4], args[5]
-        for column, (i, done) in enumerate(zip(learners, first)):
+    def broken(
+        *what: Any, clients: Sequence[int], first_step: Sequence[int], **more: Any
+    ) -> tuple[State, StepStats]:
+        state, stats = honest(*what, clients=clients, first_step=first_step, **more)
+        for column, (i, done) in enumerate(zip(clients, first_step)):
             if i == 1 and done == 0:
                 stats.loss[1, column] = torch.nan
         return state, stats

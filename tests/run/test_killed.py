@@ -239,10 +239,10 @@ def test_a_second_signal_stops_at_once(
 def test_ctrl_c_before_the_training_says_so(
     world: World, out: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    def interrupted(config: Any) -> None:
+    def interrupted(*what: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pf2lora.run.comparison.prepare", interrupted)
+    monkeypatch.setattr("pf2lora.run.api.prepare", interrupted)
     code, _, err = command_line(monkeypatch, capfd, *command(world, out)[2:])
     assert (code, err) == (130, "pf2lora: stopped before the training began\n") and not out.exists()
 

@@ -15,15 +15,16 @@ from little_world import World, make_world
 from pinned_runs import OF_TASK, write_task
 
 import pf2lora
-from pf2lora.core.method import State, StepStats
+from pf2lora.core.method import Loss, Method, State, StepStats
 from pf2lora.engines import steps as engine_steps
+from pf2lora.engines.batches import BatchSource
 from pf2lora.methods import METHODS
 from pf2lora.run import checkpoints, comparison, costs, trial
 from pf2lora.run.checkpoints import Checkpoints
 from pf2lora.run.costs import flops_of_step
 from pf2lora.run.result import load_result
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "sized_every_round")
 
 SMALL: dict[str, Any] = {
     "rounds": 3,
@@ -34,6 +35,7 @@ SMALL: dict[str, Any] = {
     "personal_steps": 2,
     "checkpoint_every": 1,
 }
+SIZED = ("pf2lora", "pf2lora-joint")
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +68,11 @@ def breaks_and_goes_on(out: Path, settings: dict[str, Any], *at: int) -> None:
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize("method", [*METHODS.own, "alternating:Alternating"])
-def test_every_method_goes_on_exactly(method: str, world: World, tmp_path: Path) -> None:
+def test_every_method_goes_on_exactly(method: str, world: World, tmp_path: Path, resized: list[bool]) -> None:
+    """Those whose clients find their sizes have found some on the way."""
     settings = world.settings(**SMALL, method=method, participation=0.67)
     breaks_and_goes_on(tmp_path / "run", settings, 2, 1)
+    assert any(resized) == (method in SIZED)
 
 
 @pytest.mark.no_cover
@@ -162,10 +166,12 @@ def test_a_run_with_a_bad_client_goes_on_exactly(
     """Who was left out, what its updates are held against, and its state are the unbroken run's."""
     honest = engine_steps.local_steps
 
-    def broken(*args: Any, **options: Any) -> tuple[State, StepStats]:
-        state, stats = honest(*args, **options)
-        for column, (i, done) in enumerate(zip(args[4], args[5])):
-            if args[3].names[i] == "south" and done == SMALL["steps"]:
+    def broken(
+        method: Method, F: Loss, state: State, source: BatchSource, *, clients: list[int], **more: Any
+    ) -> tuple[State, StepStats]:
+        state, stats = honest(method, F, state, source, clients=clients, **more)
+        for column, (i, done) in enumerate(zip(clients, more["first_step"])):
+            if source.names[i] == "south" and done == SMALL["steps"]:
                 stats.loss[1, column] = torch.nan
         return state, stats
 

@@ -37,6 +37,7 @@ SETTINGS: dict[str, Any] = {
     "lr": 1e-3,
     "evaluate_every": 1,
     "validation_ratio": 0.3,
+    "client_lr": "auto",
     "personal_steps": 2,
     "checkpoint_every": 1,
     "log": "none",
@@ -111,12 +112,13 @@ def compared(world: World, out: Path, size: int, methods: Sequence[str], **chang
     ids=["quick", "all methods"],
 )
 def test_a_run_of_several_processes_is_that_of_one(
-    size: int, methods: tuple[str, ...], world: World, tmp_path: Path
+    size: int, methods: tuple[str, ...], world: World, tmp_path: Path, resized: list[bool]
 ) -> None:
     """Its figures, with two seeds side by side, and its files: adapters of every client, result, report."""
     found = compared(world, tmp_path / "shared", size, methods, seeds=2, rounds=2)
     settings = world.settings(**SETTINGS | {"rounds": 2}, method=list(methods), seeds=2)
     alone = pf2lora.federate(**settings, out=str(tmp_path / "alone"))
+    assert any(resized)
     for result in found:
         assert_same(result, alone)
     assert files(tmp_path / "shared") == files(tmp_path / "alone")
@@ -195,6 +197,7 @@ def stopped_in_round(number: int, processes: Processes, settings: dict[str, Any]
 
 
 @pytest.mark.parametrize("method", ["pf2lora", "centralized"])
+@pytest.mark.usefixtures("sized_every_round")
 def test_a_run_goes_on_with_another_number_of_processes(method: str, world: World, tmp_path: Path) -> None:
     """Two, then three, then one: all stop after the round in which one of them was asked to."""
     settings = world.settings(**SETTINGS | {"rounds": 4}, method=method)

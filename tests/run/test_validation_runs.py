@@ -160,7 +160,7 @@ def plain(run: SeedRun) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "method", ["pf2lora", "pf2lora-joint", "homlora", "per-fedavg", "hetlora", "centralized", "local"]
 )
-def test_seeds_in_one_pass_are_the_seeds_one_by_one(method: str, world: World) -> None:
+def test_seeds_in_one_pass_are_the_seeds_one_by_one(method: str, world: World, resized: list[bool]) -> None:
     settings = VALIDATED | {"method": [method], "seeds": 3, "rounds": 3, "evaluate_every": 1, "seed": 4}
     config = from_settings(world.settings(**settings, participation=0.7))
     workload = prepare(config)
@@ -178,6 +178,7 @@ def test_seeds_in_one_pass_are_the_seeds_one_by_one(method: str, world: World) -
         torch.testing.assert_close(outcome.personal_of_client, alone.personal_of_client, atol=1e-4, rtol=1e-3)
         torch.testing.assert_close(outcome.common_of_client, alone.common_of_client, atol=1e-3, rtol=1e-2)
         alone.model.remove()
+    assert any(resized) == method.startswith("pf2lora")  # each client found its size beside the others
 
 
 def test_seeds_that_take_too_much_memory_together_go_one_by_one(

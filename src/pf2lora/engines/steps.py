@@ -39,6 +39,7 @@ def local_steps(
     F: Loss,
     state: State,
     source: BatchSource,
+    *,
     clients: Sequence[int],
     first_step: Sequence[int],
     steps: int,

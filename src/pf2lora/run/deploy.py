@@ -208,8 +208,17 @@ def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Mode
             def train(together: list[int], variant: Method = variant, done: int = done) -> State:
                 part = moved(take(state, together), workload.device)
                 rates = [trial.rates.outside(variant, together, part.x)] * schedule.steps
-                begun = trial.F, part, trial.source, together, [done] * len(together), schedule.steps
-                return local_steps(variant, *begun, stepper=trial.stepper, rates=rates)[0]
+                return local_steps(
+                    variant,
+                    trial.F,
+                    part,
+                    trial.source,
+                    clients=together,
+                    first_step=[done] * len(together),
+                    steps=schedule.steps,
+                    stepper=trial.stepper,
+                    rates=rates,
+                )[0]
 
             for together, part in room.passes(alike, train):
                 put(state, together, part)

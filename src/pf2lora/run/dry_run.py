@@ -186,11 +186,17 @@ def timed_steps(trial: Trial) -> float:
 
         def seconds(together: list[int], variant: Method = variant) -> float:
             part = moved(take(trial.state, together), trial.workload.device)
-            none_yet = [0] * len(together)
             for steps in (1, TIMED_STEPS):
                 started = time.perf_counter()
                 _, stats = local_steps(
-                    variant, trial.F, part, trial.source, together, none_yet, steps, stepper=stepper
+                    variant,
+                    trial.F,
+                    part,
+                    trial.source,
+                    clients=together,
+                    first_step=[0] * len(together),
+                    steps=steps,
+                    stepper=stepper,
                 )
                 stats.loss.tolist()  # a device works on behind its caller's back
             return (time.perf_counter() - started) / TIMED_STEPS

@@ -190,7 +190,7 @@ class SiteCheckup:
         with_helpers(trial, self.own.processes)
         state = moved(trial.state, device)
         (variant,) = trial.method.variants_for_round(state, 1)
-        _, stats = local_steps(variant, trial.F, state, trial.source, [0], [0], 1)
+        _, stats = local_steps(variant, trial.F, state, trial.source, clients=[0], first_step=[0], steps=1)
         loss, seconds = float(stats.loss.sum()), time.perf_counter() - began
         trial.model.remove()
         if (helpers := trial.workload.task.helpers) is not None:

@@ -148,11 +148,19 @@ class SiteSession:
         (variant,) = method.variants_for_round(state, number)
         began = state
         rates = trial.schedule.rates_of(1).of_round(variant, [0], number, state.x)
-        how: dict[str, Any] = {"stepper": self.setup.trial.stepper, "rates": rates}
 
         def train(clients: list[int]) -> tuple[State, StepStats]:
-            done = [saved.steps]
-            return local_steps(variant, trial.F, began, trial.source, clients, done, self.steps, **how)
+            return local_steps(
+                variant,
+                trial.F,
+                began,
+                trial.source,
+                clients=clients,
+                first_step=[saved.steps],
+                steps=self.steps,
+                stepper=trial.stepper,
+                rates=rates,
+            )
 
         ((_, (state, stats)),) = trial.room.passes([0], train)
         self.loss = finite(float(stats.loss.mean()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,12 +26,15 @@ from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, PolicyBroken, check_plan, read_policy
 from pf2lora.federation.protocol.site_masks import SiteMasks, check_maskable
 from pf2lora.run.config import Config, from_dict, merged, read_toml
+from pf2lora.run.first_notes import without_validation
 from pf2lora.run.fitting import fitted
 from pf2lora.run.helper import with_helpers
 from pf2lora.run.set_up import Trial, set_up
 from pf2lora.run.workload import load_workload
 from pf2lora.settings import checked, column_settings, setting, types_of
 from pf2lora.tasks import TASKS
+
+logger = logging.getLogger("pf2lora")
 
 SITE_FILE = "site.toml"
 MOST_PROCESSES = 64  # of one machine: more are a slip of the pen
@@ -182,6 +186,8 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     if len(client.train) < policy.min_rows:
         raise PolicyBroken(plan, "min_rows", policy.min_rows)
     workload = load_workload(config, clients=[client], labels=labels, metric=plan.metric)
+    for line in without_validation(workload):
+        logger.info("%s: %s", file, line)
     base = workload.base
     fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
     if policy.models and not {fingerprint, own.model} & set(policy.models):
