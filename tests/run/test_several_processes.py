@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 from broken_runs import clocks_standing_still, contents, same, unbroken
 from little_world import World, flags, make_world
-from several_processes import in_processes, launched, started
+from several_processes import assert_same, in_processes, launched, started
 from tiny_tasks import write_generation_task, write_question_task
 
 import pf2lora
@@ -23,7 +23,7 @@ from pf2lora.errors import UserError
 from pf2lora.methods import METHODS
 from pf2lora.run import cadence, launch
 from pf2lora.run.interruption import Interrupted
-from pf2lora.run.result import Result, SeedRun, load_result
+from pf2lora.run.result import Result, load_result
 from pf2lora.run.watched import Watched
 
 pytestmark = [
@@ -60,40 +60,6 @@ QUICK = ("pf2lora", "hetlora", "centralized")
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(tmp_path_factory.mktemp("world"))
-
-
-def assert_same(found: Result, expected: Result) -> None:
-    """Up to rounding, which may tip a row of the test data."""
-    assert list(found.methods) == list(expected.methods) and found.clients == expected.clients
-    for name, method in expected.methods.items():
-        for one, other in zip(found.methods[name].runs, method.runs, strict=True):
-            assert_same_run(one, other)
-    for metric, untrained in expected.baselines["untrained"].scores.items():
-        ours = found.baselines["untrained"].scores[metric]
-        assert ours.per_client == [
-            v if v is None else pytest.approx(v, rel=1e-6) for v in untrained.per_client
-        ]
-
-
-def assert_same_run(one: SeedRun, other: SeedRun) -> None:
-    assert (one.seed, one.parameters, one.bytes_per_round) == (
-        *(other.seed, other.parameters, other.bytes_per_round),
-    )
-    assert one.flops_per_round == pytest.approx(other.flops_per_round, rel=0.1)  # smaller passes pad less
-    assert len(one.rounds) == len(other.rounds)
-    for a, b in zip(one.rounds, other.rounds):
-        assert (a.round, a.left_out, a.ranks) == (b.round, b.left_out, b.ranks)
-        for part in ("train_loss", "validation_loss", "client_share"):
-            assert getattr(a, part) == pytest.approx(getattr(b, part), abs=2e-3), part
-        for metric, values in (b.served or {}).items():
-            assert (a.served or {})[metric] == pytest.approx(values, abs=0.06)
-    assert (one.choices is None) == (other.choices is None)
-    for mine, theirs in zip(one.choices or (), other.choices or ()):
-        assert mine.last_round == pytest.approx(theirs.last_round, abs=2e-3)
-    assert one.resampled.keys() == other.resampled.keys()
-    for point, resampled in other.resampled.items():
-        assert one.resampled[point].means == pytest.approx(resampled.means, abs=0.06)
-    assert (one.confusion is None) == (other.confusion is None)
 
 
 def files(folder: Path) -> list[str]:
