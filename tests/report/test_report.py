@@ -12,6 +12,7 @@ from result_example import hostile, make_result, small, table, typed, write
 
 from pf2lora import report as pages
 from pf2lora.cli.report import report
+from pf2lora.cli.show import score_table
 from pf2lora.errors import UserError
 from pf2lora.report import GENERATOR, choices, views
 from pf2lora.report import findings as sentences
@@ -49,6 +50,19 @@ def marks(result: dict[str, Any], column: str = "served") -> dict[str, str]:
 def test_the_best_is_marked_and_so_is_who_cannot_be_told_from_it() -> None:
     result = small(pf2lora=[0.90, 0.92], homlora=[0.89, 0.92], hetlora=[0.70, 0.71])
     assert marks(result) == {"pf2lora": "best", "homlora": "tied", "hetlora": ""}
+
+
+def test_what_is_sent_is_one_figure_in_terminal_report_and_charts() -> None:
+    """The head's numbers are sent, too."""
+    result = typed(make_result(clients=2, seeds=1, rounds=2, layers=2))
+    series = views.all_series([result], ["run"])
+    sent = [method.runs[0].bytes_per_round for method in result.methods.values()]
+    assert any(part.head for part in sent)
+    expected = [numbers.size(part.adapter + part.head) for part in sent]
+    assert [row["bytes"] for row in views.headline(series, result.metric)] == expected
+    assert list(score_table(result).columns[-2].cells)[: len(sent)] == expected
+    charts = payload([result], series, result.metric)["series"]
+    assert [numbers.size(one["bytes"]) for one in charts] == expected
 
 
 def test_the_best_of_a_loss_is_the_lowest() -> None:

@@ -34,7 +34,7 @@ def payload(runs: list[Result], series: list[Series], metric: str) -> dict[str, 
                     "color": s.color,
                     "dash": s.dash,
                     "group": group_of(s.method) if many else "",
-                    "bytes": total(s.cost("bytes_per_round", "adapter"), s.cost("bytes_per_round", "head")),
+                    "bytes": total(s.cost("bytes_per_round", "total")),
                     "seconds": total(s.cost("seconds")),
                     "runs": [_run_payload(run, list(common)) for run in s.seeds],
                 }

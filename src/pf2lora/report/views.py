@@ -178,7 +178,7 @@ def _headline_rows(series: list[Series], metric: str) -> list[dict[str, Any]]:
             "parameters": numbers.count(
                 total(s.cost("parameters", "common"), s.cost("parameters", "client"))
             ),
-            "bytes": numbers.size(total(s.cost("bytes_per_round", "adapter"))),
+            "bytes": numbers.size(total(s.cost("bytes_per_round", "total"))),
             "seconds": numbers.duration(total(s.cost("seconds"))),
         }
         for s, served, before, deploy, worst, spread in columns
@@ -218,10 +218,7 @@ def costs(series: list[Series]) -> list[dict[str, Any]]:
         "client": (numbers.count, [total(s.cost("parameters", "client")) for s in series]),
         "head": (numbers.count, [total(s.cost("parameters", "head")) for s in series]),
         "adapter_bytes": (numbers.size, [total(s.cost("bytes_per_round", "adapter")) for s in series]),
-        "all_bytes": (
-            numbers.size,
-            [total(s.cost("bytes_per_round", "adapter"), s.cost("bytes_per_round", "head")) for s in series],
-        ),
+        "all_bytes": (numbers.size, [total(s.cost("bytes_per_round", "total")) for s in series]),
         "flops": (numbers.flops, [total(s.cost("flops_per_round")) for s in series]),
         "seconds": (numbers.duration, [total(s.cost("seconds")) for s in series]),
         "evaluation": (numbers.duration, [total(s.cost("evaluation_seconds")) for s in series]),
