@@ -122,7 +122,19 @@ def test_in_a_pipe_from_elsewhere_a_line_for_each_check(kit: Path, tmp_path: Pat
     lines = done.stdout.splitlines()
     assert all(line.split()[0] in ("ok", "warning", "wrong", "skipped") for line in lines)
     assert any(line.startswith("wrong    site.toml: ") and "did you mean 'model'" in line for line in lines)
-    assert [line.split()[0] for line in lines[-4:]] == ["skipped"] * 4
+    assert [line.split()[0] for line in lines[-5:]] == ["skipped"] * 5
+
+
+def test_what_a_run_would_say_of_the_rows(root: Path, kit: Path) -> None:
+    """A test file that is the training file, and nothing to choose by."""
+    file = kit / "local" / "site.toml"
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("validation")]
+    same = "\n".join(lines).replace(str(root / "test"), str(root / "train"))
+    file.write_text(f"{same}\nvalidation_ratio = 0.0\n")
+    check = found(kit)[1]["rows"]
+    assert check.state == "warning"
+    assert check.line.startswith("rows to train on are tested on, too: 40 of 40 test rows of client 'site-1'")
+    assert "; no validation rows: what is served after the last round is deployed" in check.line
 
 
 def test_nobody_listens(kit: Path) -> None:

@@ -88,8 +88,7 @@ def test_a_client_without_validation_rows_trains_as_a_site_without(
     lines = files["site-2"].read_text().splitlines()
     kept = [line for line in lines if not line.startswith("validation")]
     files["site-2"].write_text("\n".join([*kept, "validation_ratio = 0.0\n"]))
-    with caplog.at_level("INFO", logger="pf2lora"):
-        small = Small(plan, tmp_path, files)
+    small = Small(plan, tmp_path, files)
     said = [line for line in caplog.messages if "no validation rows" in line]
     assert len(said) == 1
     assert said[0].startswith(f"{files['site-2']}: ") and said[0].endswith("--client-lr auto is 0.03")

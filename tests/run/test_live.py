@@ -178,7 +178,7 @@ def test_plain_lines_come_now_and_then(capsys: Any) -> None:
     assert said == [
         "A, method 1 of 2: round 3 of 10, 0.5 steps/s, loss 0.375, accuracy 50.00 after round 2 (worst client: west "
         "25.00), 64 s left, of all methods 2 min 24 s left",
-        "A: accuracy 50.00, worst client: west 25.00, in 82 s",
+        "A: accuracy 50.00 as served, worst client: west 25.00, in 82 s",
     ]
 
 

@@ -45,7 +45,7 @@ def noted(world: World, **changes: Any) -> tuple[list[str], dict[str, list[SeedR
 
 # ---- without validation rows ----
 
-OFF = "no validation rows: every client deploys what it is served after the last round"
+OFF = "no validation rows: what is served after the last round is deployed"
 
 
 def test_without_validation_rows_one_line_says_what_that_switches_off(world: World) -> None:

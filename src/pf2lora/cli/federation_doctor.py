@@ -35,7 +35,7 @@ def doctor(
     labels: Annotated[str, typer.Option("--labels", help="At a site: every label of the federation.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One object on standard output.")] = False,
 ) -> None:
-    """Whether a site or the server can take part: certificate, clock, port, disk, data, model, one step.
+    """Whether a site or the server can take part: certificate, clock, port, disk, data, model, one step, rows.
 
     Exit code 0 if nothing is wrong, 1 if something is. Nothing is sent, and no run's state is touched.
     """

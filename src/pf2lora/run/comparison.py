@@ -23,7 +23,7 @@ from pf2lora.run.baselines import baselines
 from pf2lora.run.checkpoints import Checkpoints, Finished
 from pf2lora.run.config import Config, to_dict
 from pf2lora.run.events import Event, Listener, MethodEnded, MethodStarted, RoundEnded, RunEnded, RunStarted
-from pf2lora.run.first_notes import chosen_rate, endless_patience, without_validation
+from pf2lora.run.first_notes import chosen_rate, endless_patience, of_rows
 from pf2lora.run.fitting import fitted
 from pf2lora.run.launch import limited
 from pf2lora.run.made_with import machine, versions
@@ -173,7 +173,7 @@ def failure(error: Exception, *, alone: bool) -> str | None:
 
 def tell_notes(workload: Workload, watcher: Watcher, told: set[str]) -> None:
     """What the data and the task have to say, each line once."""
-    for note in (*workload.notes, *without_validation(workload), *workload.task.notes):
+    for note in of_rows(workload):
         if note not in told:
             told.add(note)
             watcher.on_note(note)

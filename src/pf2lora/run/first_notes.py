@@ -1,4 +1,4 @@
-"""What a run says of its own choices before it trains."""
+"""What a run says of its rows and of its own choices before it trains."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from pf2lora.run.cadence import rounds_to_evaluate
 from pf2lora.run.rounds import never_stops
 from pf2lora.run.set_up import first_rate, method_settings
 from pf2lora.run.workload import Workload
+
+
+def of_rows(workload: Workload) -> list[str]:
+    """What reader and task have to say of the rows, and that there are none to choose by; a task has more to say once
+    they are in batches."""
+    return [*workload.notes, *without_validation(workload), *workload.task.notes]
 
 
 def chosen_rate(workload: Workload) -> list[str]:
@@ -23,11 +29,11 @@ def endless_patience(workload: Workload) -> list[str]:
 
 
 def without_validation(workload: Workload) -> list[str]:
-    """One line where nobody has validation rows: what is then not chosen by them."""
+    """One line where there are no validation rows: what is then not chosen by them."""
     if workload.validation is not None:
         return []
     asked = workload.config.training.method
-    line = "no validation rows: every client deploys what it is served after the last round"
+    line = "no validation rows: what is served after the last round is deployed"
     if any(method_settings(workload.config, name).get("client_lr") == AUTO for name in asked):
         line += f", and --client-lr auto is {FIXED:g}"
     return [line]

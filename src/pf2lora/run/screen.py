@@ -103,10 +103,10 @@ class Screen:
 
 
 def finished_line(method: Finished) -> str:
-    """`HOMLoRA: accuracy 79.20, worst client: south 71.00, in 1 min 50 s`."""
+    """`HOMLoRA: accuracy 79.20 as served, worst client: south 71.00, in 1 min 50 s`."""
     parts = [f"failed: {method.failed}"] if method.failed else []
     if method.scores is not None and not method.failed:
-        parts += [method.scores.text, f"worst client: {method.scores.worst_text}"]
+        parts += [f"{method.scores.text} as served", f"worst client: {method.scores.worst_text}"]
     if method.seconds:
         parts.append(f"in {numbers.duration(round(method.seconds))}")
     return one_line(f"{method.label}: {', '.join(parts) or 'done before'}")

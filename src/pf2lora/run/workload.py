@@ -59,29 +59,29 @@ def load_workload(
     clients: Sequence[Client[Any]] | None = None,
     labels: Sequence[str] = (),
     metric: str | None = None,
+    notes: Sequence[str] = (),
     tables: Tables | None = None,
 ) -> Workload:
     """Data, tokens and model that the config describes.
 
-    `clients` are those that somebody has loaded already; `labels` and the headline `metric` those that were agreed on
-    beforehand; `tables` are rows in memory.
+    `clients` are those that somebody has loaded already, and `notes` what was said of them; `labels` and the headline
+    `metric` those that were agreed on beforehand; `tables` are rows in memory.
     """
     if not config.model.name:
         raise UserError("no base model is named: --model takes a hub name or a folder")
     device = choose_device(config.model.device)  # says what is wrong before anything is loaded
-    notes: list[str] = []
-    agreed = list(labels) or None
+    told, agreed = list(notes), list(labels) or None
     if clients is None:
         seed = config.training.seed
-        clients = load_clients(config.task, config.data, seed, labels=agreed, notes=notes, tables=tables)
-    notes += few_rows(clients, config.training.batch_size)
+        clients = load_clients(config.task, config.data, seed, labels=agreed, notes=told, tables=tables)
+    told += few_rows(clients, config.training.batch_size)
     task = build_task(config, agreed or config.task.labels(clients), metric)
     task.rooms = Rooms.of(config.training.most_per_pass, config.training.micro_batch)
     base = load_base(config, task, device)
     workload = workload_of(config, task, clients, base, device)
     check_lengths(config, base, workload.train, workload.test)
     check_tokens(config, task, base, workload.train, workload.test)
-    return replace(workload, notes=tuple(notes), weights=weights_digest(base), processes=current())
+    return replace(workload, notes=tuple(told), weights=weights_digest(base), processes=current())
 
 
 def workload_of(

@@ -80,6 +80,7 @@ def examined(folder: Path, plan: Plan | None, *, of_run: bool = False) -> Iterat
     yield examine("data", site.data)
     yield examine("model", site.model)
     yield examine("one step", site.step)
+    yield examine("rows", site.rows)  # more is known of them after a step
 
 
 def version() -> str:

@@ -102,6 +102,7 @@ class SiteCheckup:
         self.config: Config | None = None
         self.client: Client[Any] | None = None
         self.workload: Workload | None = None
+        self.notes: list[str] = []  # what the reader has to say of the rows
 
     def rules(self) -> str:
         """policy.toml can be read, and allows the run if one is named."""
@@ -136,7 +137,8 @@ class SiteCheckup:
         if self.config is None:
             raise Skipped("site.toml says where the data is")
         task = self.config.task
-        self.client, self.labels = load_client(self.config, self.plan, self.own.name or self.site)
+        name = self.own.name or self.site
+        self.client, self.labels = load_client(self.config, self.plan, name, self.notes)
         columns = columns_of(task.read_records(expand_paths(self.config.data.clients)[0]))
         if len(self.client.train) < self.policy.min_rows:
             raise PolicyBroken(self.plan, "min_rows", self.policy.min_rows)
@@ -163,7 +165,11 @@ class SiteCheckup:
         if self.config is None or self.client is None:
             raise Skipped("it is loaded for the data, which is wrong")
         workload = load_workload(
-            self.config, clients=[self.client], labels=self.labels, metric=self.plan.metric
+            self.config,
+            clients=[self.client],
+            labels=self.labels,
+            metric=self.plan.metric,
+            notes=self.notes,
         )
         base = workload.base
         found = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
@@ -203,3 +209,13 @@ class SiteCheckup:
         room = f", at most {numbers.size(memory)} on {device}" if memory else ""
         by = f" in {self.own.processes} processes" if self.own.processes > 1 else ""
         return f"{trial.method.label}: loss {loss:.4f} after {numbers.duration(seconds)}{by}{room}"
+
+    def rows(self) -> str:
+        """What the run would say of the rows."""
+        from pf2lora.run.first_notes import of_rows
+
+        if self.workload is None:
+            raise Skipped("it needs data and model, of which one is wrong")
+        if lines := of_rows(self.workload):
+            raise Doubt("; ".join(lines))
+        return "nothing in them that a run would warn of"

@@ -26,7 +26,7 @@ from pf2lora.federation.protocol.plan import Plan
 from pf2lora.federation.protocol.policy import POLICY_FILE, Policy, PolicyBroken, check_plan, read_policy
 from pf2lora.federation.protocol.site_masks import SiteMasks, check_maskable
 from pf2lora.run.config import Config, from_dict, merged, read_toml
-from pf2lora.run.first_notes import without_validation
+from pf2lora.run.first_notes import of_rows
 from pf2lora.run.fitting import fitted
 from pf2lora.run.helper import with_helpers
 from pf2lora.run.set_up import Trial, set_up
@@ -163,11 +163,13 @@ def state_folder(plan: Plan, file: Path) -> Path:
     return file.parent / read_site_file(file, columns).state / plan.name
 
 
-def load_client(config: Config, plan: Plan, name: str) -> tuple[Client[Any], list[str]]:
+def load_client(
+    config: Config, plan: Plan, name: str, notes: list[str] | None = None
+) -> tuple[Client[Any], list[str]]:
     """The site's rows, under the client's name: batches are drawn by name, so they are those of a local run. And the
-    labels: those that the plan names, or else the rows' own."""
+    labels: those that the plan names, or else the rows' own. What the site should know is added to `notes`."""
     agreed = list(plan.labels) or None
-    clients = load_clients(config.task, config.data, config.training.seed, labels=agreed)
+    clients = load_clients(config.task, config.data, config.training.seed, labels=agreed, notes=notes)
     labels = agreed or config.task.labels(clients)
     if len(clients) != 1:
         raise UserError(
@@ -182,12 +184,11 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
 
     config, own = site_config(plan, file)
     policy, entry = admitted(plan, file, site, own)
-    client, labels = load_client(config, plan, own.name or site)
+    notes: list[str] = []
+    client, labels = load_client(config, plan, own.name or site, notes)
     if len(client.train) < policy.min_rows:
         raise PolicyBroken(plan, "min_rows", policy.min_rows)
-    workload = load_workload(config, clients=[client], labels=labels, metric=plan.metric)
-    for line in without_validation(workload):
-        logger.info("%s: %s", file, line)
+    workload = load_workload(config, clients=[client], labels=labels, metric=plan.metric, notes=notes)
     base = workload.base
     fingerprint = digest(base, model_settings(base.config.to_dict()), fresh_parameters(base))
     if policy.models and not {fingerprint, own.model} & set(policy.models):
@@ -195,6 +196,8 @@ def build(plan: Plan, file: Path, site: str) -> SiteSetup:
     place = plan.sites.index(site), len(plan.sites)
     trial = set_up(workload, plan.method, config.training.seed, place=place)
     trial, _ = fitted(with_helpers(trial, own.processes))
+    for line in of_rows(workload):
+        logger.warning("%s: %s", file, line)
     if not policy.public_batch_order:
         seed = private_seed(config.training.seed, plan.name, state_folder(plan, file).parent)
         trial = replace(trial, source=replace(trial.source, seeds=(seed,)))
