@@ -9,6 +9,7 @@ import pytest
 from little_world import FAST, World, command_line, flags, make_world, sentences, write_csv, write_jsonl
 
 import pf2lora
+from pf2lora.run.comparison import Watcher, compare
 from pf2lora.run.config import Config, from_settings
 from pf2lora.run.dry_run import data_warnings, plan, problems
 from pf2lora.run.workload import load_workload
@@ -74,6 +75,13 @@ def test_nothing_is_written(world: World, tmp_path: Path, monkeypatch: Any, caps
     assert code == 0 and not (tmp_path / "out").exists(), err
     for said in ("HOMLoRA", "PF2LoRA", "[CLS]", "nothing was trained or written", "all of it: about"):
         assert said in out
+
+
+def test_it_says_of_the_rows_what_the_run_says(world: World) -> None:
+    config = config_of(world, method=["homlora"], lr=1e-3, validation_ratio=0, batch_size=200)
+    planned, said = plan(config).warnings, list[str]()
+    compare(config, Watcher(on_note=said.append))
+    assert planned[: len(said)] == said and len(said) == 2
 
 
 def test_data_that_says_less_than_it_seems_to(world: World, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from pf2lora.run.cadence import rounds_to_evaluate
 from pf2lora.run.comparison import check_validation
 from pf2lora.run.config import Config
 from pf2lora.run.deploy import candidate_names, rounds_alone
+from pf2lora.run.first_notes import of_rows
 from pf2lora.run.result import Parameters, SentBytes
 from pf2lora.run.set_up import Trial, adapter_spec, merging_method, method_table, schedule_of, set_up
 from pf2lora.run.workload import Workload, build_task, choose_device, load_base, load_workload
@@ -123,7 +124,9 @@ def plan(config: Config, workload: Workload | None = None) -> Plan:
             failed.append(f"{METHODS[name].label}: {error}")
     if failed:
         raise UserError("; ".join(failed))
-    return Plan(seen_examples(workload), found, [*workload.notes, *data_warnings(workload.clients, config)])
+    return Plan(
+        seen_examples(workload), found, [*of_rows(workload), *data_warnings(workload.clients, config)]
+    )
 
 
 def method_plan(workload: Workload, name: str) -> MethodPlan:
