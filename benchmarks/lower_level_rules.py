@@ -82,7 +82,7 @@ class Rule(PF2LoRA):
     def longest(self, y: Tensor) -> Tensor | None:
         if self.client_lr != own_size.AUTO:
             return None
-        return y.new_full((len(y), 1), own_size.LONGEST * self.lr * y.shape[1] ** 0.5)
+        return y.new_ones(len(y), 1) * (own_size.LONGEST * self.lr * y.shape[1] ** 0.5)
 
     def resize(self, s: State, judge: Judge, *, serving: bool = False) -> State:
         return super().resize(s, judge, serving=serving) if serving or self.rescale == "always" else s
@@ -102,7 +102,7 @@ class Rule(PF2LoRA):
             step, slope = shorter * step, shorter * slope
         if self.decay == 0:
             return y - step, slope
-        kept = torch.ones_like(y).masked_fill(self.sized(y), 1 / (1 + self.decay * self.lr))
+        kept = torch.where(self.sized(y), 1 / (1 + self.decay * self.lr), torch.ones_like(y))
         return kept * (y - step), kept * slope
 
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:

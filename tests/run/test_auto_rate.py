@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from little_world import World, command_line, make_world, opened, sentences, write_jsonl
+from pinned_runs import OF_TASK, write_task
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,6 +27,7 @@ from pf2lora.run.config import Config, from_settings, to_dict
 from pf2lora.run.joining import Joining
 from pf2lora.run.onboarding import onboard, read_client
 from pf2lora.run.set_up import first_rate, merging_method, set_up
+from pf2lora.tasks import TASKS
 
 SHORT: dict[str, Any] = {"method": ["pf2lora"], "validation_ratio": 0.2, "client_lr": "auto"}
 
@@ -101,6 +103,27 @@ def test_every_method_has_it_at_clients_and_at_the_server(name: str, world: Worl
     assert trial.method.lr == server.lr == first_rate(workload, name) == narrow
     if name in ("fedadam", "fedyogi"):
         assert (server.server_lr, server.tau) == (3 * narrow, narrow)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("task", "expected"), [("question-answering", 3e-3), ("generation", 9e-3)])
+def test_where_text_is_learned_it_is_three_times_that(
+    task: str, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At clients, at the server, and for who comes later; less on a wide model as ever (these are 16 wide)."""
+    model, files = write_task(task, tmp_path)
+    about = OF_TASK[task] | {"task": task, "rounds": 1, "steps": 1, "method": ["pf2lora"]}
+    settings = about | {"model": str(model), "clients": [str(file) for file in files]}
+    workload = prepare(from_settings(settings, "test"))
+    for width, rate in ((768, expected), (4, expected / 4)):
+        monkeypatch.setattr(rates, "WIDTH", width)
+        trial = set_up(workload, "pf2lora", 0)
+        trial.model.remove()
+        server = merging_method(workload.config, "pf2lora", trial.method.layout, 3)
+        assert trial.method.lr == server.lr == first_rate(workload, "pf2lora") == pytest.approx(rate)
+        assert TASKS[task].rate == expected
+    pf2lora.federate(**settings, out=tmp_path / "run")
+    run = opened(tmp_path / "run")
+    assert Joining(run, read_client(run, "east", files[0]), 1).local().lr == pytest.approx(expected / 4)
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,23 @@ RATE_SCHEDULES = ("constant", "linear", "cosine")
 AUTO: Literal["auto"] = "auto"
 GivenRate = float | Literal["auto"]
 RATE, WIDTH = 3e-3, 768  # what is best, or near it, on models of 384 to 768 (docs/rates.md)
+TEXT_RATE = 9e-3  # the same where text is learned to be written
 
 
-def rate_in_numbers(given: GivenRate, layout: Layout) -> float:
-    """A rate of AdamW on the common adapter, as a number. `auto` is η = 3e-3 · min(1, 768 / n), with n the smallest
-    input of the adapted layers: AdamW moves every number of A by about η, and so A's product with an input of n numbers
-    by up to n · η."""
+def rate_in_numbers(given: GivenRate, layout: Layout, rate: float = RATE) -> float:
+    """A rate of AdamW on the common adapter, as a number. `auto` is η = `rate` · min(1, 768 / n), with the task's rate
+    and n the smallest input of the adapted layers: AdamW moves every number of A by about η, and so A's product with an
+    input of n numbers by up to n · η."""
     if given != AUTO:
         return given
     widths = [entry.shape[1] for entry in layout.entries if entry.kind == "A"]
-    return RATE * (WIDTH / max(WIDTH, min(widths, default=WIDTH)))
+    return rate * (WIDTH / max(WIDTH, min(widths, default=WIDTH)))
+
+
+def alone_factor(clients: int) -> float:
+    """What rates are multiplied by in steps of a client alone from what it shared with so many: 1/√K. The mean of K
+    clients has 1/√K of the noise of one of them, which nobody takes out of a client's steps alone."""
+    return 1 / math.sqrt(clients)
 
 
 @dataclass(frozen=True)

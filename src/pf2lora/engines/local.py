@@ -46,7 +46,8 @@ class Schedule:
     federations of the same clients side by side, which share passes and nothing else. `max_bad` clients may be left
     out of a federation's round as bad ones (None: half of its participants); `compare_updates` off, nobody is judged
     by the others' updates. `privacy` puts noise on the averages. `rates` change over the run's steps; where `own_rates`
-    are given, one table for each of `seeds`, the federations differ by these numbers of their method, too.
+    are given, one table for each of `seeds`, the federations differ by these numbers of their method, too. `alone` is
+    what rates are multiplied by in steps of each client alone after the last round.
     """
 
     rounds: int
@@ -60,6 +61,7 @@ class Schedule:
     privacy: Mechanism | None = None
     rates: RateSchedule = CONSTANT
     own_rates: tuple[Mapping[str, float], ...] = ()
+    alone: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps"):
@@ -76,7 +78,7 @@ class Schedule:
 
     def rates_of(self, clients: int) -> Rates:
         """The rates of all learners, of whom each seed has `clients`."""
-        return Rates(self.rates, self.rounds, self.steps, clients, self.own_rates)
+        return Rates(self.rates, self.rounds, self.steps, clients, self.own_rates, self.alone)
 
 
 class After(NamedTuple):

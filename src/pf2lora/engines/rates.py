@@ -23,7 +23,8 @@ class Rates:
     """`schedule` is over `rounds` rounds of `steps` local steps. Its clock is the run's, not the client's: who sits a
     round out has the next one's rates like everybody, and a site knows them by the round's number alone.
 
-    `own` has what is a federation's own, of several that are trained side by side, each of `clients` learners.
+    `own` has what is a federation's own, of several that are trained side by side, each of `clients` learners. In steps
+    alone after the last round the scheduled rates are `alone` times their numbers.
     """
 
     schedule: RateSchedule
@@ -31,18 +32,31 @@ class Rates:
     steps: int
     clients: int
     own: tuple[Mapping[str, float], ...] = ()
+    alone: float = 1.0
 
     def outside(self, method: Method, learners: Sequence[int], like: Tensor) -> StepRates:
-        """The rates of what is no local step of a round: fine-tuning before use, steps alone after the last round."""
+        """The rates of what is no local step of a round, as fine-tuning before use."""
         values = {name: self.values(method, learners, name) for name in sorted(set[str]().union(*self.own))}
         return {name: like.new_tensor(rates).unsqueeze(1) for name, rates in values.items() if any(rates)}
+
+    def in_steps_alone(self, method: Method, learners: Sequence[int], like: Tensor) -> StepRates:
+        """The rates of steps alone after the last round."""
+        changed = method.scheduled if self.alone != 1 else ()
+        values = {name: self.values(method, learners, name) for name in sorted({*changed}.union(*self.own))}
+        factors = {name: self.alone if name in changed else 1.0 for name in values}
+        return {
+            name: like.new_tensor(rates).unsqueeze(1) * factors[name]
+            for name, rates in values.items()
+            if any(rates)
+        }
 
     def of_round(
         self, method: Method, learners: Sequence[int], number: int, like: Tensor
     ) -> Sequence[StepRates]:
         """The rates of each local step of round `number` (from 1), of the dtype and on the device of `like`; an empty
         list where there are none but the method's own."""
-        scheduled = set() if self.schedule.is_constant else set(method.scheduled)
+        # Those that change in steps alone are no numbers here either: what is recorded here is replayed there.
+        scheduled = set() if self.schedule.is_constant and self.alone == 1 else set(method.scheduled)
         factors = torch.ones(self.steps, 1, 1, dtype=torch.float64)
         if scheduled:
             first, total = (number - 1) * self.steps, self.rounds * self.steps

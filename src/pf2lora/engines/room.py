@@ -6,10 +6,11 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from pf2lora.core.failures import ran_out
 from pf2lora.errors import UserError
@@ -26,6 +27,14 @@ class Holder(Protocol):
         ...
 
 
+class Recorder(Holder, Protocol):
+    """How a pass of answers is run that will come again; whoever asks the same says the same `question`."""
+
+    def __call__(
+        self, question: str, function: Callable[..., tuple[Tensor, ...]], x: Tensor, y: Tensor, batch: Any
+    ) -> tuple[Tensor, ...]: ...
+
+
 class NoRoom(UserError):
     """Not even one row of one client fits."""
 
@@ -36,7 +45,8 @@ class Room:
     are. What a pass does depends on nobody else's presence, so that less of it changes no number but by rounding.
     Where shorter rows share a pass in larger numbers, `rows` counts the longest ones; there are at most `short` of any.
 
-    `holders` have memory that a pass may need more than they do: the recorded steps of the run.
+    `holders` have memory that a pass may need more than they do: the recorded steps of the run. The `recorder` is
+    there where memory is plenty and passes are worth it.
     """
 
     clients: int | None = None
@@ -44,6 +54,7 @@ class Room:
     kind: str = "a pass"
     holders: WeakSet[Holder] = field(default_factory=WeakSet, repr=False)
     short: int | None = None
+    recorder: Recorder | None = None
 
     def passes(
         self, clients: Sequence[int], run: Callable[[list[int]], T], undo: Callable[[], None] = lambda: None

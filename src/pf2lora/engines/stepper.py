@@ -230,17 +230,13 @@ def copy_batch(place: Batch, new: Batch) -> None:
 
 def signature(state: State, batches: Sequence[Batch]) -> Any:
     """What a recording depends on: the number of clients and the shapes of the batches."""
-    shapes = tuple(
-        (
-            b.full,
-            b.targets,
-            b.row_targets,
-            b.key is None,
-            *((n, t.shape) for n, t in sorted(b.tensors.items())),
-        )
-        for b in batches
-    )
-    return state.x.shape, shapes
+    return state.x.shape, tuple(map(shape_of, batches))
+
+
+def shape_of(batch: Batch) -> Any:
+    """What a recording depends on of a batch."""
+    shapes = ((name, t.shape) for name, t in sorted(batch.tensors.items()))
+    return batch.full, batch.targets, batch.row_targets, batch.key is None, *shapes
 
 
 def make_stepper(F: Loss, device: torch.device | str, *, graphs: bool = True) -> Stepper:

@@ -57,7 +57,7 @@ class TrainingSettings:
     )
     lr: float | Literal["auto"] = setting(
         AUTO,
-        "learning rate of the common adapter (AdamW), or auto: 3e-3, less above a width of 768",
+        "learning rate of the common adapter (AdamW), or auto: 3e-3 (generation: 9e-3), less above a width of 768",
         everyday=True,
     )
     client_lr: float | Literal["auto"] = setting(

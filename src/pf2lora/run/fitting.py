@@ -12,6 +12,7 @@ import torch
 from pf2lora.core.method import moved, take, tensors_of
 from pf2lora.core.randomness import participants
 from pf2lora.engines.batches import Batch, Encoded
+from pf2lora.engines.recorded_answers import RecordedAnswers
 from pf2lora.engines.room import attempt, free_memory
 from pf2lora.engines.stepper import PlainStepper
 from pf2lora.run.set_up import Trial
@@ -22,6 +23,8 @@ MARGIN = 0.9
 SATURATED = 4096
 # Tokens in a pass of answers: with fewer, a small model's kernels are done before others are launched.
 ANSWERED = 2**17
+# Of the memory: recorded answers keep a pass's for themselves.
+SPARE = 1 / 8
 # Of all learners' states at a round's end: before the average, as served, and as they are measured.
 COPIES = 3
 
@@ -40,6 +43,7 @@ def fitted(trial: Trial) -> tuple[Trial, str]:
         said = chosen(trial, peak_of_step, memory)
         fit_answers(trial, peak_of_answers, memory)
         fit_texts(trial, memory)
+        record_answers(trial, peak_of_answers, SPARE * memory)
     free_memory()
     return trial, said
 
@@ -169,6 +173,16 @@ def fit_answers(trial: Trial, peak: Peak, memory: float) -> None:
         most = clients_within(trial, peak, memory, 1)
     if most < asked:
         room.clients = max(1, most)
+
+
+def record_answers(trial: Trial, peak: Peak, memory: float) -> None:
+    """Passes of answers are recorded where the largest takes no more than so much memory beside the base model."""
+    room, config = trial.workload.task.rooms.answering, trial.workload.config
+    asked = len(trial.seeds) * len(trial.workload.clients)
+    held = torch.cuda.memory_allocated(trial.workload.device)
+    if config.model.graphs and clients_within(trial, peak, held + memory, asked) >= asked:
+        room.recorder = RecordedAnswers()
+        room.holders.add(room.recorder)
 
 
 def fit_texts(trial: Trial, memory: float) -> None:

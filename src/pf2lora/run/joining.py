@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pf2lora.core.method import Method, State, StepStats, Surroundings
-from pf2lora.core.rates import rate_in_numbers
+from pf2lora.core.randomness import participants
+from pf2lora.core.rates import alone_factor, rate_in_numbers
 from pf2lora.data.client import Client
 from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.engines.steps import Step
@@ -89,7 +90,7 @@ class Joining:
 
     @property
     def rates(self) -> dict[str, Any]:
-        lr = rate_in_numbers(self.settings["lr"], self.run.model.common_layout)
+        lr = rate_in_numbers(self.settings["lr"], self.run.model.common_layout, self.config.task.rate)
         return {"lr": lr, "weight_decay": self.settings["weight_decay"]}
 
     def trial(self, method: Method, common: Tensor, personal: Tensor) -> Trial:
@@ -186,6 +187,8 @@ class Joining:
         found = {}
         for name, (start, after, rounds) in tries.items():
             trial = self.trial(self.local(), *(t.to(self.run.device) for t in start))
+            if name == PERSONAL:
+                trial = replace(trial, schedule=replace(trial.schedule, alone=alone_factor(self.averaged)))
             label = "training alone" if name == LOCAL else "steps alone from there"
             with self.tracked(label, rounds) as advance:
                 steps = self.told(alone(trial, trial.state, after, rounds), rounds, advance)
@@ -194,6 +197,15 @@ class Joining:
                 else:
                     *_, found[name] = steps
         return found
+
+    @property
+    def averaged(self) -> int:
+        """Of how many clients what this one is served is the mean; 1 where the run does not know (a fetched one)."""
+        run = self.run
+        own = [name for name in run.saved.clients if not run.joined_later(name)]
+        return (
+            len(participants(run.saved.seed, 1, len(own), self.config.training.participation)) if own else 1
+        )
 
     def told(self, models: Iterator[Models], rounds: int, advance: Callable[..., None]) -> Iterator[Models]:
         """The models of those rounds that are looked at."""

@@ -14,7 +14,7 @@ from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.layout import NO_LAYOUT, Layout
 from pf2lora.core.method import Loss, Method, State, Surroundings
 from pf2lora.core.randomness import participants
-from pf2lora.core.rates import RateSchedule, rate_in_numbers
+from pf2lora.core.rates import RateSchedule, alone_factor, rate_in_numbers
 from pf2lora.engines.batches import Encoded, EncodedSource
 from pf2lora.engines.local import Schedule
 from pf2lora.engines.rates import Rates
@@ -135,6 +135,9 @@ def set_up(
             compare_updates=judged,
             own_rates=tuple(own_rates),
         )
+        if kind.federated and workload.validation is not None and config.training.personal_steps != 0:
+            averaged = len(participants(seeds[0], 1, clients, schedule.participation))
+            schedule = replace(schedule, alone=alone_factor(averaged))
         rows = whole.train.pooled() if kind.pooled else workload.train
         learners = len(participants(seeds[0], 1, len(whole.clients), schedule.participation))
         size = method.batch_size(config.training.batch_size, learners)
@@ -193,7 +196,8 @@ def method_settings(config: Config, name: str) -> dict[str, Any]:
 def method_in(config: Config, name: str, run: Surroundings) -> Method:
     """The method, set up. Here `lr = "auto"` becomes a number: a site and its server have it from the same layout."""
     settings = method_settings(config, name)
-    return METHODS[name].set_up(run, settings | {"lr": rate_in_numbers(settings["lr"], run.layout)})
+    lr = rate_in_numbers(settings["lr"], run.layout, config.task.rate)
+    return METHODS[name].set_up(run, settings | {"lr": lr})
 
 
 def first_rate(workload: Workload, name: str) -> float:
@@ -201,7 +205,7 @@ def first_rate(workload: Workload, name: str) -> float:
     given = method_settings(workload.config, name)["lr"]
     model = TwoLevelModel(workload.base, adapter_spec(workload.config, name))
     model.remove()
-    return rate_in_numbers(given, model.common_layout)
+    return rate_in_numbers(given, model.common_layout, workload.config.task.rate)
 
 
 def values_of(method: Method) -> dict[str, Any]:

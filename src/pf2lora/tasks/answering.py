@@ -97,8 +97,10 @@ def answered_batches(
     size: int,
     room: Room,
     alike: bool = False,
+    question: str = "",
 ) -> Iterator[tuple[EvaluationBatch, Answers]]:
-    """`function` of the clients' models and every batch of their rows."""
+    """`function` of the clients' models and every batch of their rows. It is tensors and can be recorded where it is a
+    `question` that is asked again and again."""
     device = encoded.device
 
     # Who answer batch after batch, and may come from the host.
@@ -114,7 +116,10 @@ def answered_batches(
     def run(batch: EvaluationBatch) -> Answers:
         with torch.no_grad():
             x, y = models_of(tuple(batch.clients))
-            return function(x, y, encoded.batch(len(batch.clients), batch.rows))
+            rows = encoded.batch(len(batch.clients), batch.rows)
+            if question and room.recorder is not None:
+                return room.recorder(question, function, x, y, rows)  # type: ignore[arg-type, return-value]
+            return function(x, y, rows)
 
     yield from evaluation_batches(encoded, size, room, run, alike)
 
@@ -127,13 +132,16 @@ def predict_rows(
     size: int,
     room: Room | None = None,
     alike: bool = False,
+    question: str = "",
+    read: Callable[[Any], Sequence[Any]] = lambda found: found,
 ) -> list[list[Any]]:
-    """`function` of every row, per client in the rows' order; it returns one answer per row of its batch."""
+    """`function` of every row, per client in the rows' order; it returns one answer per row of its batch, or what
+    `read` makes such answers of."""
     answers: list[list[Any]] = [[None] * n for n in encoded.sizes()]
     spans = encoded.spans
-    answered = answered_batches(function, common, personal, encoded, size, room or Room(), alike)
-    for (clients, index, real, _), found in answered:
-        width = len(index) // len(clients)
+    answered = answered_batches(function, common, personal, encoded, size, room or Room(), alike, question)
+    for (clients, index, real, _), answer in answered:
+        found, width = read(answer), len(index) // len(clients)
         for i, (k, count) in enumerate(zip(clients, real)):
             for j in range(i * width, i * width + count):
                 answers[k][index[j] - spans[k][0]] = found[j]

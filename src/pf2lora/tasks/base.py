@@ -61,6 +61,7 @@ class Task(ABC, Generic[Row, Prediction]):
     evaluation_batch: int = 64  # rows of each client that are answered at once
     shown_examples: ClassVar[int] = 3  # of each client, unless the run says how many
     trivial_label: ClassVar[str] = ""
+    recordable: ClassVar[bool] = False  # whether a pass of losses asks nothing of the device before its end
     writes: bool = False  # whether it has scores of what it writes, which are of a run's end alone
 
     @abstractmethod
@@ -108,7 +109,13 @@ class Task(ABC, Generic[Row, Prediction]):
             return self.example_losses(model, x, y, batch)
 
         answered = answered_batches(
-            answer, common, personal, rows, self.evaluation_batch, self.rooms.answering
+            answer,
+            common,
+            personal,
+            rows,
+            self.evaluation_batch,
+            self.rooms.answering,
+            question="losses" if self.recordable else "",
         )
         for (together, index, real, start), found in answered:
             width = len(index) // len(together)

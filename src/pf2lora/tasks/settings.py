@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from pf2lora.core.rates import RATE
 from pf2lora.data.client import Client, Pool
 from pf2lora.data.files import Record, read_records
 from pf2lora.data.settings import DataSettings
@@ -55,6 +56,7 @@ class TaskSettings(ABC, Generic[Row]):
     labelled: ClassVar[bool] = (
         False  # clients must agree on labels, which nobody who sees only some of them knows
     )
+    rate: ClassVar[float] = RATE  # what `lr = "auto"` is for a model that is not wide
 
     def read_records(self, path: str | Path) -> list[Record]:
         """All records of one file, in whatever formats the task's data comes in."""

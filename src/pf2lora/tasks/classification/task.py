@@ -43,6 +43,7 @@ class Classification(Task[TextRow, np.ndarray]):
 
     name: ClassVar[str] = "classification"
     peft_type: ClassVar[str | None] = "SEQ_CLS"
+    recordable: ClassVar[bool] = True
     shown_examples: ClassVar[int] = 0  # they are clients' texts: they are kept where somebody asks for them
     trivial_label: ClassVar[str] = "majority label"
 
@@ -112,10 +113,19 @@ class Classification(Task[TextRow, np.ndarray]):
     def predict(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, *, final: bool = False
     ) -> list[list[np.ndarray]]:
-        def answer(common: Tensor, personal: Tensor, batch: Batch) -> np.ndarray:
-            return self.logits(model, common, personal, batch).double().cpu().numpy()
+        def answer(common: Tensor, personal: Tensor, batch: Batch) -> tuple[Tensor]:
+            return (self.logits(model, common, personal, batch).double(),)
 
-        return predict_rows(answer, common, personal, encoded, self.evaluation_batch, self.rooms.answering)
+        return predict_rows(
+            answer,
+            common,
+            personal,
+            encoded,
+            self.evaluation_batch,
+            self.rooms.answering,
+            question="logits",
+            read=lambda found: found[0].cpu().numpy(),
+        )
 
     def score(self, predictions: Sequence[np.ndarray], rows: Sequence[TextRow]) -> Scores:
         logits = np.stack(predictions)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pf2lora.core.rates import TEXT_RATE
 from pf2lora.data.client import Client
 from pf2lora.data.files import Record
 from pf2lora.errors import UnknownLabel, UserError, unknown
@@ -70,6 +71,7 @@ class GenerationSettings(TaskSettings[TextRow]):
     )
 
     name: ClassVar[str] = "generation"
+    rate: ClassVar[float] = TEXT_RATE
     datasets: ClassVar[Mapping[str, Dataset[Any]]] = e2e.DATASETS | webnlg.DATASETS
 
     def __post_init__(self) -> None:

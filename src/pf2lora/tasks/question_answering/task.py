@@ -82,6 +82,7 @@ class QuestionAnswering(Task[QuestionRow, Answer]):
 
     name: ClassVar[str] = "question-answering"
     peft_type: ClassVar[str | None] = "QUESTION_ANS"
+    recordable: ClassVar[bool] = True
     trivial_label: ClassVar[str] = "never an answer"
 
     def __init__(
