@@ -11,18 +11,24 @@ from typing import Any
 import pytest
 import torch
 from little_world import make_world
-from pinned_runs import OF_TASK, write_task
+from tiny_tasks import write_question_task
 from torch import Tensor
 
+from pf2lora import federate
 from pf2lora.engines.batches import Batch
 from pf2lora.engines.recorded_answers import RecordedAnswers
 from pf2lora.engines.room import Room
+from pf2lora.run import comparison
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_settings
 from pf2lora.run.fitting import fitted, record_answers
 from pf2lora.run.set_up import set_up
 from pf2lora.run.validation import judge
 
+OF_TASK: dict[str, dict[str, Any]] = {
+    "classification": {"max_length": 16},
+    "question-answering": {"max_length": 64, "stride": 8},
+}
 CUDA = torch.cuda.is_available()
 calls: list[bool] = []  # of the function that is recorded: whether while something is
 
@@ -54,6 +60,12 @@ def asked(x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, ...]:
     if StandIn.recording is not None:
         StandIn.recording.held = ((x, y, batch), found)
     return found
+
+
+def write_task(task: str, folder: Path) -> tuple[Path, list[Path]]:
+    """A tiny model in a folder, and three clients' files."""
+    world = make_world(folder)
+    return (world.model, world.clients) if task == "classification" else write_question_task(folder, "abc")
 
 
 def rows(*values: float) -> Batch:
@@ -132,6 +144,49 @@ def test_only_where_a_pass_leaves_most_of_the_memory(tmp_path: Path, monkeypatch
         trial.model.remove()
         record_answers(trial, lambda trial, clients: 1000 + 10 * clients, memory)
         assert (trial.workload.task.rooms.answering.recorder is not None) == expected
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("task", ["classification", "question-answering"])
+def test_a_run_with_recorded_answers_has_the_plain_ones_numbers(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every evaluation, size and choice of it."""
+    model, files = write_task(task, tmp_path)
+    about = OF_TASK[task] | {"task": task, "device": "cpu", "validation_ratio": 0.3, "method": ["pf2lora"], "lr": 0.006}
+    settings = about | {
+        "model": str(model),
+        "clients": [str(f) for f in files],
+        "rounds": 3,
+        "evaluate_every": 1,
+    }
+    plain = federate(**settings)
+    record, made = RecordedAnswers.record, list[RecordedAnswers]()
+
+    def held(self: RecordedAnswers, function: Any, *inputs: Any) -> Any:
+        found = record(self, function, *inputs)
+        found.graph.held = (function, (*found.models, found.batch), found.answers)  # type: ignore[attr-defined]
+        return found
+
+    def replay(graph: StandIn) -> None:
+        function, inputs, answers = graph.held
+        for place, new in zip(answers, function(*inputs)):
+            place.copy_(new)
+
+    def fitted(trial: Any) -> Any:
+        made.append(RecordedAnswers())
+        trial.workload.task.rooms.answering.recorder = made[-1]
+        return trial, ""
+
+    monkeypatch.setattr(RecordedAnswers, "record", held)
+    monkeypatch.setattr(StandIn, "replay", replay)
+    monkeypatch.setattr(comparison, "fitted", fitted)
+    recorded = federate(**settings)
+    (first,), (second,) = (found.methods["pf2lora"].runs for found in (plain, recorded))
+    assert made[0].recordings and not made[0].plain
+    for point in ("served", "before_averaging", "deploy"):
+        assert getattr(first, point) == getattr(second, point)
+    assert first.choices == second.choices
 
 
 @pytest.mark.skipif(not CUDA, reason="CUDA graphs need a CUDA device")
