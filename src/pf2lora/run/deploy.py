@@ -17,7 +17,7 @@ from pf2lora.run.config import TrainingSettings
 from pf2lora.run.evaluation import Models, finite, models_in_use
 from pf2lora.run.result import Choice
 from pf2lora.run.set_up import Trial
-from pf2lora.run.validation import judge, scores
+from pf2lora.run.validation import losses_and_scores, scores
 
 SERVED, BEFORE, COMMON, PERSONAL = "served", "before_averaging", "common", "personal_steps"
 CAUTION = 1.0  # standard errors by which another model must be better than the one served
@@ -63,7 +63,6 @@ class Deployment:
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
         self.learners = len(trial.seeds) * len(trial.workload.clients)
-        self.judge = judge(trial, range(self.learners), trial.workload.validation)
         self.best = Kept(self.learners)
         self.last: dict[str, Kept] = {}  # the last round's candidates
         self.chosen = Kept(self.learners)
@@ -77,7 +76,7 @@ class Deployment:
         self.last = {}
         with self.trial.share.processes.together():
             for name, models in offered.items():
-                self.last[name] = Kept.holding(name, done.number, self.judge(*models).cpu(), models)
+                self.last[name] = Kept.holding(name, done.number, *self.judge(models), models)
                 self.best.take_better(self.last[name])
         if common is not None:
             losses = self.everyones(self.last.get(COMMON, self.last[SERVED]))
@@ -94,13 +93,23 @@ class Deployment:
         score no worse, the one with the least loss."""
         self.chosen = Kept(self.learners)
         self.chosen.take_better(self.served)
-        score: Tensor | None = None
         for other in (self.best, *self.last.values()):
             better = gain(other.losses, self.served.losses, CAUTION) > 0
             if bool(better.any()):
-                score = scores(self.trial, self.served.held) if score is None else score
-                better &= scores(self.trial, other.held) >= score
+                served, theirs = self.scores_of(self.served), self.scores_of(other)
+                if served is not None and theirs is not None:
+                    better &= theirs >= served
                 self.chosen.take_better(other, better)
+
+    def judge(self, models: Models) -> tuple[Tensor, Tensor | None]:
+        """The losses, and the scores where they cost nothing more."""
+        return losses_and_scores(self.trial, models)
+
+    def scores_of(self, kept: Kept) -> Tensor | None:
+        """The scores of these models, of which they may not have been asked yet; none where losses alone count."""
+        if kept.scores is None:
+            kept.scores = scores(self.trial, kept.held)
+        return kept.scores
 
     @property
     def served(self) -> Kept:
@@ -136,7 +145,7 @@ class Deployment:
         """One more candidate of the last round: of `models`, each learner keeps its best."""
         tried = Kept(self.learners)
         for found in models:
-            tried.offer(name, number, self.judge(*found).cpu(), found)
+            tried.take_better(Kept.holding(name, number, *self.judge(found), found))
         self.last[name] = tried
         return tried.held
 
@@ -150,18 +159,20 @@ class Deployment:
 
 
 class Kept:
-    """A model of every learner with its losses on the validation rows."""
+    """A model of every learner with its losses on the validation rows, and its score on them where that is known."""
 
     def __init__(self, learners: int) -> None:
         self.which: list[tuple[str, int]] = [(SERVED, 0)] * learners  # candidate and round
         self.losses = torch.full((learners, 1), torch.nan, dtype=torch.float64)
+        self.scores: Tensor | None = None
         self.models: Models | None = None
 
     @classmethod
-    def holding(cls, name: str, number: int, losses: Tensor, models: Models) -> Kept:
+    def holding(cls, name: str, number: int, losses: Tensor, scores: Tensor | None, models: Models) -> Kept:
         """These very models, which their owner may write over: a thousand clients' are not copied for nothing."""
         new = cls(len(losses))
-        new.which, new.losses, new.models = [(name, number)] * len(losses), losses, models
+        new.which, new.losses, new.scores = [(name, number)] * len(losses), losses, scores
+        new.models = models
         return new
 
     @property
@@ -174,14 +185,11 @@ class Kept:
         """Each learner's loss; nan where it has no validation rows."""
         return self.losses.nanmean(1)
 
-    def offer(self, name: str, number: int, losses: Tensor, models: Models) -> None:
-        """Whoever does better with these models than with what it has takes its own."""
-        self.take_better(Kept.holding(name, number, losses, models))
-
     def take_better(self, other: Kept, allowed: Tensor | None = None) -> None:
         """Whoever does better with the other's model, and is allowed to, takes it; of equal ones the first."""
         if self.models is None:
             self.which, self.losses = list(other.which), other.losses.clone()
+            self.scores = None if other.scores is None else other.scores.clone()
             self.models = Models(*(t.detach().cpu().clone() for t in other.held))
             return
         better = other.mean_losses() < self.mean_losses()
@@ -189,6 +197,10 @@ class Kept:
             better &= allowed
         rows = better.nonzero().flatten()
         self.losses[rows] = other.losses[rows]
+        if self.scores is not None and other.scores is not None:
+            self.scores[rows] = other.scores[rows]
+        elif len(rows):
+            self.scores = None
         for own, new in zip(self.held, other.held):
             own[rows] = new.detach()[rows.to(new.device)].cpu()
         for i in rows.tolist():

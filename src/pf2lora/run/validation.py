@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,26 +22,54 @@ def judge(trial: Trial, learners: Sequence[int], rows: Encoded | None) -> Judge:
     sizes = torch.tensor(rows.of(clients).sizes()).unsqueeze(1)
 
     def losses(x: Tensor, y: Tensor) -> Tensor:
-        found = trial.workload.task.losses(trial.model, x, y, rows, clients)
-        real = torch.arange(found.shape[1]) < sizes
-        return found.masked_fill(real.to(found.device) & ~torch.isfinite(found), torch.inf)
+        return numbers(trial.workload.task.losses(trial.model, x, y, rows, clients), sizes)
 
     return losses
 
 
-def scores(trial: Trial, models: tuple[Tensor, Tensor]) -> Tensor:
-    """Every learner's headline score on its client's validation rows, the higher the better; nan where it has none. A
-    headline that takes too long for every round (generated text) gives way to the loss."""
-    workload, task = trial.workload, trial.workload.task
+def numbers(losses: Tensor, sizes: Tensor) -> Tensor:
+    """The losses of each learner's first `sizes` rows, inf where they are no numbers."""
+    real = torch.arange(losses.shape[1]) < sizes
+    return losses.masked_fill(real.to(losses.device) & ~torch.isfinite(losses), torch.inf)
+
+
+def losses_and_scores(trial: Trial, models: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """All learners' losses on their clients' validation rows, and their scores where these come of the same pass."""
+    workload, clients = trial.workload, clients_of(trial)
     assert workload.validation is not None
-    whose = [k for _ in trial.seeds for k in range(len(workload.clients))]
-    known = [i for i, k in enumerate(whose) if workload.clients[k].validation]
-    rows = workload.validation.of([whose[i] for i in known])
+    losses, answers = workload.task.losses_and_predictions(trial.model, *models, workload.validation, clients)
+    losses = numbers(losses.cpu(), torch.tensor(workload.validation.of(clients).sizes()).unsqueeze(1))
+    if answers is None:
+        return losses, None
+    known = [i for i, k in enumerate(clients) if workload.clients[k].validation]
+    return losses, headlines(trial, known, [answers[i] for i in known])
+
+
+def scores(trial: Trial, models: tuple[Tensor, Tensor]) -> Tensor | None:
+    """Every learner's headline score on its client's validation rows, the higher the better; nan where it has none. A
+    headline that takes too long for every round (generated text) gives way to the loss, by which is chosen already:
+    there is none then."""
+    workload, task, clients = trial.workload, trial.workload.task, clients_of(trial)
+    assert workload.validation is not None
+    if task.writes or next(iter(task.metrics)) == "loss":
+        return None
+    known = [i for i, k in enumerate(clients) if workload.clients[k].validation]
+    rows = workload.validation.of([clients[i] for i in known])
     at = torch.tensor(known, device=models[0].device)
     common, personal = (t.index_select(0, at) for t in models)
-    answers = task.predict(trial.model, common, personal, rows)
-    found = task.score_clients(answers, [workload.clients[whose[i]].validation for i in known])
-    values = torch.full((len(whose),), torch.nan, dtype=torch.float64)
+    return headlines(trial, known, task.predict(trial.model, common, personal, rows))
+
+
+def clients_of(trial: Trial) -> list[int]:
+    """Each learner's client."""
+    return [k for _ in trial.seeds for k in range(len(trial.workload.clients))]
+
+
+def headlines(trial: Trial, known: Sequence[int], answers: Sequence[Sequence[Any]]) -> Tensor:
+    """The headline score of every learner, of whom the `known` ones have answered their validation rows."""
+    workload, task, clients = trial.workload, trial.workload.task, clients_of(trial)
+    found = task.score_clients(answers, [workload.clients[clients[i]].validation for i in known])
+    values = torch.full((len(clients),), torch.nan, dtype=torch.float64)
     for i, of_client in zip(known, found):
         metric = next((m for m in task.metrics if of_client.get(m) is not None), None)
         if metric is not None:

@@ -128,6 +128,13 @@ class Task(ABC, Generic[Row, Prediction]):
         # Every example's loss times its weight, over the mean weight: the rows' mean is the weighted one.
         return (losses / weights.nanmean(1, keepdim=True)).to(common.device)
 
+    def losses_and_predictions(
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, clients: Sequence[int]
+    ) -> tuple[Tensor, list[list[Prediction]] | None]:
+        """The losses as `losses` has them, each client's in an order that is always the same, and predictions where these
+        come of the same pass: a model that clients choose by both is then asked once."""
+        return self.losses(model, common, personal, encoded, clients), None
+
     @abstractmethod
     def predict(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, *, final: bool = False

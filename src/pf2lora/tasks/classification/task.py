@@ -127,6 +127,24 @@ class Classification(Task[TextRow, np.ndarray]):
             read=lambda found: found[0].cpu().numpy(),
         )
 
+    def losses_and_predictions(
+        self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, clients: Sequence[int]
+    ) -> tuple[Tensor, list[list[np.ndarray]] | None]:
+        rows = encoded.of(clients)
+        found = self.predict(model, common, personal, rows)
+        labels, weights = (rows.row_columns.get(name) for name in ("labels", COLUMN))
+        assert labels is not None
+        losses = torch.full((len(found), max(map(len, found), default=0)), torch.nan, dtype=torch.float64)
+        for own, logits, (start, stop) in zip(losses, found, rows.spans):
+            if logits:
+                of_rows = torch.from_numpy(np.stack(logits))
+                each = cross_entropy(of_rows, labels[start:stop].to(of_rows.device), reduction="none")
+                if weights is not None:
+                    weight = weights[start:stop].to(each)
+                    each = each * weight / weight.mean()
+                own[: len(logits)] = each
+        return losses, found
+
     def score(self, predictions: Sequence[np.ndarray], rows: Sequence[TextRow]) -> Scores:
         logits = np.stack(predictions)
         gold = np.array([self.labels.index(row.label) for row in rows])
