@@ -153,7 +153,13 @@ def test_a_run_with_recorded_answers_has_the_plain_ones_numbers(
 ) -> None:
     """Every evaluation, size and choice of it."""
     model, files = write_task(task, tmp_path)
-    about = OF_TASK[task] | {"task": task, "device": "cpu", "validation_ratio": 0.3, "method": ["pf2lora"], "lr": 0.006}
+    about = OF_TASK[task] | {
+        "task": task,
+        "device": "cpu",
+        "validation_ratio": 0.3,
+        "method": ["pf2lora"],
+        "lr": 0.006,
+    }
     settings = about | {
         "model": str(model),
         "clients": [str(f) for f in files],

@@ -135,7 +135,7 @@ def set_up(
             compare_updates=judged,
             own_rates=tuple(own_rates),
         )
-        if kind.federated and workload.validation is not None and config.training.personal_steps != 0:
+        if kind.federated and whole.validation is not None and config.training.personal_steps != 0:
             averaged = len(participants(seeds[0], 1, clients, schedule.participation))
             schedule = replace(schedule, alone=alone_factor(averaged))
         rows = whole.train.pooled() if kind.pooled else workload.train
