@@ -131,8 +131,8 @@ class Task(ABC, Generic[Row, Prediction]):
     def losses_and_predictions(
         self, model: TwoLevelModel, common: Tensor, personal: Tensor, encoded: Encoded, clients: Sequence[int]
     ) -> tuple[Tensor, list[list[Prediction]] | None]:
-        """The losses as `losses` has them, in some order that is always the same, and predictions where these come of the
-        same pass: a model that clients choose by both is then asked once."""
+        """The losses as `losses` has them, in an order that is always the same, and predictions where they come of that
+        pass: a model that clients choose by both is then asked once."""
         return self.losses(model, common, personal, encoded, clients), None
 
     @abstractmethod
