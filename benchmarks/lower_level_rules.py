@@ -102,7 +102,7 @@ class Rule(PF2LoRA):
             step, slope = shorter * step, shorter * slope
         if self.decay == 0:
             return y - step, slope
-        kept = torch.where(self.sized(y), 1 / (1 + self.decay * self.lr), torch.ones_like(y))
+        kept = 1 + self.sized(y).to(y) * (1 / (1 + self.decay * self.lr) - 1)
         return kept * (y - step), kept * slope
 
     def step(self, F: Loss, s: State, *batches: Any) -> tuple[State, StepStats]:
