@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from pf2lora.atomic import write_json
 from pf2lora.core.method import State, StepStats
@@ -95,10 +94,10 @@ class SiteModels:
         return deployment
 
     def write_best(self, best: Kept, number: int) -> None:
-        """Keep the best model as it is after round `number`, with all that it was judged by."""
+        """Keep the best model as it is after round `number`, with its losses; its scores are asked again at the end."""
         assert best.models is not None
-        judged = {name: value for name, value in vars(best).items() if isinstance(value, Tensor)}
-        self.folder.write(BEST, number, judged | best.models._asdict(), {"which": json.dumps(best.which[0])})
+        tensors = best.models._asdict() | {"losses": best.losses}
+        self.folder.write(BEST, number, tensors, {"which": json.dumps(best.which[0])})
 
     def read_best(self, number: int) -> Kept:
         """The best model as it was after round `number`."""
@@ -111,15 +110,14 @@ class SiteModels:
             raise StateFolderError(
                 f"the state {self.folder.path(BEST, number)} is damaged", "state"
             ) from None
-        judged = {name for name, value in vars(best).items() if isinstance(value, Tensor)}
         shapes = (best.models.common.shape, best.models.personal.shape)
-        if tensors.keys() != judged or shapes != (start.x.shape, start.y.shape):
+        if tensors.keys() != {"losses"} or shapes != (start.x.shape, start.y.shape):
             raise StateFolderError(
                 f"the state {self.folder.path(BEST, number)} belongs to another adapter; use another state folder",
                 "state",
             )
         best.which = [(str(candidate), int(of_round))]
-        vars(best).update(tensors)
+        best.losses = tensors["losses"]
         return best
 
     def scores(self, models: Models, *, final: bool = False) -> Sums:
