@@ -144,7 +144,11 @@ def made_with(runs: Runs) -> list[str]:
     for run in runs.values():
         conditions = ", ".join(f"{name} {value}" for name, value in run.conditions().items())
         tuning = (
-            f", further tries outward: {run.outward} at most" if run.outward else "" if run.tries else ", never tuned"
+            f", further tries outward: {run.outward} at most"
+            if run.outward
+            else ""
+            if run.tries
+            else ", never tuned"
         )
         titles = by_conditions.setdefault(f"{conditions}{tuning}; {run.machine['name']}", [])
         if TASKS[run.task].title not in titles:
