@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pf2lora.core.choice import Judge
     from pf2lora.core.method import State
     from pf2lora.methods.own_size import OwnSize
+    from pf2lora.run.deploy import Deployment
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never reach for a hub
 
@@ -159,3 +160,11 @@ def generation_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from serving import write_generation_run
 
     return write_generation_run(tmp_path_factory.mktemp("generation"))
+
+
+@pytest.fixture
+def deployment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Deployment]:
+    """Deployments by hand (`deployments.py`)."""
+    from deployments import deployments
+
+    return deployments(monkeypatch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from pf2lora.run.deploy import Deployment
 from pf2lora.run.evaluation import Models
 
 
-def deployments(monkeypatch: pytest.MonkeyPatch) -> Any:
+def deployments(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Deployment]:
     """A deployment of some learners whose models are nothing but losses and a score on validation rows."""
     monkeypatch.setattr(deploy, "losses_and_scores", lambda trial, models: (models.common, None))
     monkeypatch.setattr(deploy, "scores", lambda trial, models: models.personal[:, 1])

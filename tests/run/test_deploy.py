@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from deployments import after, deployments, models, seen
+from deployments import after, models, seen
 from little_world import LEARNING, World, make_world, opened, sentences, write_jsonl
 from stand_in_graphs import StandInGraph
 from torch import Tensor
@@ -35,11 +35,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 # ---- by hand ----
-
-
-@pytest.fixture
-def deployment(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return deployments(monkeypatch)
 
 
 def test_who_takes_what(deployment: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from deployments import after, deployments, models, seen
+from deployments import after, models, seen
 from little_world import World, make_world
 from tiny_tasks import write_generation_task
 from torch import Tensor
@@ -24,11 +24,6 @@ VALIDATED: dict[str, Any] = {"validation_ratio": 0.2, "client_lr": "auto"}
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture
-def deployment(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return deployments(monkeypatch)
 
 
 def test_scores_that_came_with_the_losses_are_of_the_models_that_are_kept(

@@ -21,7 +21,7 @@ from pf2lora.run import joining
 from pf2lora.run.comparison import prepare
 from pf2lora.run.config import from_settings
 from pf2lora.run.deploy import alone
-from pf2lora.run.onboarding import onboard
+from pf2lora.run.onboarding import onboard, read_client
 from pf2lora.run.set_up import Trial, set_up
 
 ALONE = 1 / math.sqrt(3)  # there are three clients
@@ -52,7 +52,8 @@ def test_every_method_with_a_server_has_them(name: str, world: World) -> None:
     ("place", "changes", "expected"),
     [
         (None, {"participation": 0.6}, 1 / math.sqrt(2)),
-        ((2, 9), {}, 1 / 3),  # a site that sees one client of nine
+        ((2, 4), {}, 1 / 2),  # a site that sees one client of four
+        ((2, 50), {}, 1 / math.sqrt(8)),  # of more than were measured
         (None, {"personal_steps": 0}, 1.0),
         (None, {"validation_ratio": 0}, 1.0),  # nothing to choose by, so nothing is tried
     ],
@@ -70,17 +71,21 @@ def test_which_rates_change() -> None:
     rates = Rates(CONSTANT, 2, 3, 2, ({"lr": 0.1, "weight_decay": 0.3}, {}), alone=0.5)
     like = torch.zeros(4, 1, dtype=torch.float64)
     method: Any = METHODS["pf2lora"](layout=None, lr=0.2, client_lr="auto", weight_decay=0.0)  # type: ignore[call-arg, arg-type]
-    found = rates.in_steps_alone(method, range(4), like)
+    found = rates.outside(method, range(4), like, alone=True)
     assert {name: value.flatten().tolist() for name, value in found.items()} == {
         "lr": [0.05, 0.05, 0.1, 0.1],
         "weight_decay": [0.3, 0.3, 0.0, 0.0],
     }
-    fixed = replace(rates, own=()).in_steps_alone(replace(method, client_lr=0.4), range(4), like)
+    fixed = replace(rates, own=()).outside(replace(method, client_lr=0.4), range(4), like, alone=True)
     assert {name: value.flatten().tolist() for name, value in fixed.items()} == {
         "lr": [0.1] * 4,
         "client_lr": [0.2] * 4,
     }
-    assert replace(rates, own=(), alone=1.0).in_steps_alone(method, range(4), like) == {}
+    assert replace(rates, own=(), alone=1.0).outside(method, range(4), like, alone=True) == {}
+    assert set(rates.outside(method, range(4), like)) == {
+        "lr",
+        "weight_decay",
+    }  # the federations' own, as they are
 
 
 @pytest.mark.parametrize(("name", "client_lr"), [("homlora", 0.1), ("pf2lora", 0.1), ("pf2lora", "auto")])
@@ -127,4 +132,9 @@ def test_a_newcomers_steps_from_what_it_is_served_have_them_and_those_from_the_b
         file = write_jsonl(tmp_path / f"{name}.jsonl", sentences(60, 9))
         onboard(run, name, file, 1)
         run = opened(tmp_path / "run")
-    assert seen == pytest.approx([ALONE, 1.0] * 2) and alone_factor(1) == 1
+    assert seen == pytest.approx([ALONE, 1 / math.sqrt(8)] * 2) and alone_factor(1) == 1
+    config = replace(run.config, training=replace(run.config.training, lr=0.01))
+    given = joining.Joining(replace(run, config=config), read_client(run, name, file), 1)
+    assert given.slower == pytest.approx(
+        {joining.PERSONAL: ALONE, joining.LOCAL: 1.0}
+    )  # a number stays what it is

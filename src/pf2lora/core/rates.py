@@ -18,6 +18,7 @@ AUTO: Literal["auto"] = "auto"
 GivenRate = float | Literal["auto"]
 RATE, WIDTH = 3e-3, 768  # what is best, or near it, on models of 384 to 768 (docs/rates.md)
 TEXT_RATE = 9e-3  # the same where text is learned to be written
+CLIENTS = 8  # whose mean was taken where these were found
 
 
 def rate_in_numbers(given: GivenRate, layout: Layout, rate: float = RATE) -> float:
@@ -30,10 +31,11 @@ def rate_in_numbers(given: GivenRate, layout: Layout, rate: float = RATE) -> flo
     return rate * (WIDTH / max(WIDTH, min(widths, default=WIDTH)))
 
 
-def alone_factor(clients: int) -> float:
-    """What rates are multiplied by in steps of a client alone from what it shared with so many: 1/√K. The mean of K
-    clients has 1/√K of the noise of one of them, which nobody takes out of a client's steps alone."""
-    return 1 / math.sqrt(clients)
+def alone_factor(clients: int = CLIENTS) -> float:
+    """What a rate that is good for the mean of so many clients is multiplied by where a client steps alone: 1/√K. The
+    mean of K has 1/√K of the noise of one of them, which nobody takes out of a client's own steps. More than 8 count
+    as 8: the rates themselves do not follow K, and smaller factors have not been measured."""
+    return 1 / math.sqrt(min(clients, CLIENTS))
 
 
 @dataclass(frozen=True)

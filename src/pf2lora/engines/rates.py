@@ -34,18 +34,14 @@ class Rates:
     own: tuple[Mapping[str, float], ...] = ()
     alone: float = 1.0
 
-    def outside(self, method: Method, learners: Sequence[int], like: Tensor) -> StepRates:
-        """The rates of what is no local step of a round, as fine-tuning before use."""
-        values = {name: self.values(method, learners, name) for name in sorted(set[str]().union(*self.own))}
-        return {name: like.new_tensor(rates).unsqueeze(1) for name, rates in values.items() if any(rates)}
-
-    def in_steps_alone(self, method: Method, learners: Sequence[int], like: Tensor) -> StepRates:
-        """The rates of steps alone after the last round."""
-        changed = method.scheduled if self.alone != 1 else ()
+    def outside(
+        self, method: Method, learners: Sequence[int], like: Tensor, *, alone: bool = False
+    ) -> StepRates:
+        """The rates of what is no local step of a round: fine-tuning before use, and steps `alone` after the last."""
+        changed = method.scheduled if alone and self.alone != 1 else ()
         values = {name: self.values(method, learners, name) for name in sorted({*changed}.union(*self.own))}
-        factors = {name: self.alone if name in changed else 1.0 for name in values}
         return {
-            name: like.new_tensor(rates).unsqueeze(1) * factors[name]
+            name: like.new_tensor(rates).unsqueeze(1) * (self.alone if name in changed else 1)
             for name, rates in values.items()
             if any(rates)
         }

@@ -219,7 +219,7 @@ def alone(trial: Trial, state: State, number: int, rounds: int) -> Iterator[Mode
 
             def train(together: list[int], variant: Method = variant, done: int = done) -> State:
                 part = moved(take(state, together), workload.device)
-                rates = [trial.rates.in_steps_alone(variant, together, part.x)] * schedule.steps
+                rates = [trial.rates.outside(variant, together, part.x, alone=True)] * schedule.steps
                 return local_steps(
                     variant,
                     trial.F,

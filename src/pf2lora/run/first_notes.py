@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pf2lora.core.rates import AUTO
+from pf2lora.methods import METHODS
 from pf2lora.methods.own_size import FIXED
 from pf2lora.run.cadence import rounds_to_evaluate
 from pf2lora.run.rounds import never_stops
-from pf2lora.run.set_up import first_rate, method_settings
+from pf2lora.run.set_up import first_rates, method_settings
 from pf2lora.run.workload import Workload
 
 
@@ -17,10 +18,18 @@ def of_rows(workload: Workload) -> list[str]:
 
 
 def chosen_rate(workload: Workload) -> list[str]:
-    """One line where `lr` is left to the model, which gives every method the same."""
+    """One line where `lr` is left to the model."""
     asked = workload.config.training.method
     left_open = [name for name in asked if method_settings(workload.config, name)["lr"] == AUTO]
-    return [f"--lr auto is {first_rate(workload, left_open[0]):g} on this model"] if left_open else []
+    if not left_open:
+        return []
+    found = first_rates(workload, left_open)
+    first, *others = dict.fromkeys(f"{rate:.3g}" for rate in found.values())
+    names = (
+        f"{other} for {', '.join(METHODS[name].label for name, rate in found.items() if f'{rate:.3g}' == other)}"
+        for other in others
+    )
+    return [", ".join([f"--lr auto is {first} on this model", *names])]
 
 
 def endless_patience(workload: Workload) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pf2lora.core.method import Method, State, StepStats, Surroundings
 from pf2lora.core.randomness import participants
-from pf2lora.core.rates import alone_factor, rate_in_numbers
+from pf2lora.core.rates import AUTO, alone_factor
 from pf2lora.data.client import Client
 from pf2lora.engines.local import Round, Schedule, train
 from pf2lora.engines.steps import Step
@@ -25,7 +25,15 @@ from pf2lora.run.progress import track
 from pf2lora.run.result import Choice
 from pf2lora.run.rounds import evaluation_rounds
 from pf2lora.run.saved import LoadedRun
-from pf2lora.run.set_up import Trial, batch_source, method_in, method_settings, schedule_of, surroundings
+from pf2lora.run.set_up import (
+    Trial,
+    batch_source,
+    method_in,
+    method_settings,
+    rate_of,
+    schedule_of,
+    surroundings,
+)
 from pf2lora.run.validation import SampledJudges
 from pf2lora.run.workload import workload_of
 
@@ -90,7 +98,8 @@ class Joining:
 
     @property
     def rates(self) -> dict[str, Any]:
-        lr = rate_in_numbers(self.settings["lr"], self.run.model.common_layout, self.config.task.rate)
+        method, layout = self.run.saved.method, self.run.model.common_layout
+        lr = rate_of(self.config, method, self.settings["lr"], layout)
         return {"lr": lr, "weight_decay": self.settings["weight_decay"]}
 
     def trial(self, method: Method, common: Tensor, personal: Tensor) -> Trial:
@@ -187,8 +196,7 @@ class Joining:
         found = {}
         for name, (start, after, rounds) in tries.items():
             trial = self.trial(self.local(), *(t.to(self.run.device) for t in start))
-            if name == PERSONAL:
-                trial = replace(trial, schedule=replace(trial.schedule, alone=alone_factor(self.averaged)))
+            trial = replace(trial, schedule=replace(trial.schedule, alone=self.slower[name]))
             label = "training alone" if name == LOCAL else "steps alone from there"
             with self.tracked(label, rounds) as advance:
                 steps = self.told(alone(trial, trial.state, after, rounds), rounds, advance)
@@ -199,13 +207,14 @@ class Joining:
         return found
 
     @property
-    def averaged(self) -> int:
-        """Of how many clients what this one is served is the mean; 1 where the run does not know (a fetched one)."""
+    def slower(self) -> dict[str, float]:
+        """What the run's rates are multiplied by in steps alone: from the mean of its clients (a fetched run does not
+        know how many there were), and from the beginning, where the rate was found for such a mean."""
         run = self.run
-        own = [name for name in run.saved.clients if not run.joined_later(name)]
-        return (
-            len(participants(run.saved.seed, 1, len(own), self.config.training.participation)) if own else 1
-        )
+        own = sum(not run.joined_later(name) for name in run.saved.clients)
+        averaged = participants(run.saved.seed, 1, own, self.config.training.participation) if own else [0]
+        found = self.settings["lr"] == AUTO and (self.kind.federated or self.kind.pooled)
+        return {PERSONAL: alone_factor(len(averaged)), LOCAL: alone_factor() if found else 1.0}
 
     def told(self, models: Iterator[Models], rounds: int, advance: Callable[..., None]) -> Iterator[Models]:
         """The models of those rounds that are looked at."""

@@ -14,7 +14,7 @@ from pf2lora.adapters.two_level import TwoLevelModel
 from pf2lora.core.layout import NO_LAYOUT, Layout
 from pf2lora.core.method import Loss, Method, State, Surroundings
 from pf2lora.core.randomness import participants
-from pf2lora.core.rates import RateSchedule, alone_factor, rate_in_numbers
+from pf2lora.core.rates import GivenRate, RateSchedule, alone_factor, rate_in_numbers
 from pf2lora.engines.batches import Encoded, EncodedSource
 from pf2lora.engines.local import Schedule
 from pf2lora.engines.rates import Rates
@@ -196,16 +196,30 @@ def method_settings(config: Config, name: str) -> dict[str, Any]:
 def method_in(config: Config, name: str, run: Surroundings) -> Method:
     """The method, set up. Here `lr = "auto"` becomes a number: a site and its server have it from the same layout."""
     settings = method_settings(config, name)
-    lr = rate_in_numbers(settings["lr"], run.layout, config.task.rate)
+    lr = rate_of(config, name, settings["lr"], run.layout)
     return METHODS[name].set_up(run, settings | {"lr": lr})
 
 
-def first_rate(workload: Workload, name: str) -> float:
-    """The method's `lr` on this model, as a number."""
-    given = method_settings(workload.config, name)["lr"]
-    model = TwoLevelModel(workload.base, adapter_spec(workload.config, name))
+def rate_of(config: Config, name: str, given: GivenRate, layout: Layout) -> float:
+    """A method's `lr` as a number. `auto` is the task's, found where clients' steps are averaged (or pooled); who
+    trains alone has a smaller one."""
+    kind = METHODS[name]
+    averaged = kind.federated or kind.pooled
+    return rate_in_numbers(given, layout, config.task.rate * (1 if averaged else alone_factor()))
+
+
+def first_rates(workload: Workload, names: Sequence[str]) -> dict[str, float]:
+    """The methods' `lr` on this model, as numbers: it goes by widths, which all of them have alike."""
+    config = workload.config
+    model = TwoLevelModel(workload.base, adapter_spec(config, names[0]))
     model.remove()
-    return rate_in_numbers(given, model.common_layout, workload.config.task.rate)
+    given = {name: method_settings(config, name)["lr"] for name in names}
+    return {name: rate_of(config, name, lr, model.common_layout) for name, lr in given.items()}
+
+
+def first_rate(workload: Workload, name: str) -> float:
+    """The same of one."""
+    return first_rates(workload, [name])[name]
 
 
 def values_of(method: Method) -> dict[str, Any]:
